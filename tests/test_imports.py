@@ -201,7 +201,6 @@ def test_a_module_is_imported_by_its_only_name() -> None:
 
 TWICE = {
     "add_reduce": "the pass, and the extension's function that it finds",
-    "main": "the command line's, and that of a process that compiles for inductor",
     "Offload": "the extension, and the instruction that it adds",
 }
 """Public names that two modules define, and why."""

@@ -21,7 +21,6 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -100,12 +99,8 @@ class PairGroups:
         try:
             if new:
                 self._groups |= interruptibly(lambda: {m: self._open(m) for m in new}, self._look)
-        except BaseException as error:
+        except BaseException:
             self.abort()
-            if isinstance(error, RankError) and self._ranks.failure is None:
-                with self._ranks.changed:
-                    self._ranks.changed.wait_for(lambda: self._ranks.failure, PATIENCE)
-                self._look()
             raise
 
     @property
@@ -159,12 +154,18 @@ class PairGroups:
             with in_the_background():
                 return dist.ProcessGroupGloo(store, member, size, timeout)
         nccl: Any = dist.ProcessGroupNCCL  # type: ignore[attr-defined,unused-ignore]
-        options = nccl.Options(is_high_priority_stream=True)
-        options._timeout = timeout
-        options.config.max_ctas = BLOCKS
-        # else torch ends this process when another rank has died
-        with patch.dict(os.environ, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+        name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+        before = os.environ.get(name)
+        os.environ[name] = "0"  # else torch ends this process when another rank has died
+        try:
+            options = nccl.Options(is_high_priority_stream=True)
+            options._timeout = timeout
+            options.config.max_ctas = BLOCKS
             return nccl(store, member, size, options)
+        finally:
+            del os.environ[name]
+            if before is not None:
+                os.environ[name] = before
 
     def _pair(self, source: int, target: int) -> Members:
         return self._ranks.pipeline[source], self._ranks.pipeline[target]
@@ -266,4 +267,7 @@ def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
     threading.Thread(target=run, name="fxpipe-meeting", daemon=True).start()
     while not wait([future], LOOK).done:
         look()
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # else its error and this frame keep each other, and what the error has seen
