@@ -267,7 +267,4 @@ def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
     threading.Thread(target=run, name="fxpipe-meeting", daemon=True).start()
     while not wait([future], LOOK).done:
         look()
-    try:
-        return future.result()
-    finally:
-        del future  # else its error and this frame keep each other, and what the error has seen
+    return future.result()
