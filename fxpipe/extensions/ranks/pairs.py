@@ -54,6 +54,9 @@ holds them until its value has come; the communicator's other receives are queue
 LOOK = 0.05
 """Seconds between two looks at what happens while a thread waits inside of torch."""
 
+ENDING = 1.0
+"""Seconds in which such a thread ends if it can be stopped."""
+
 T = TypeVar("T")
 
 Members = tuple[int, ...]
@@ -98,7 +101,10 @@ class PairGroups:
         new = [members for members in needed if members not in self._groups]
         try:
             if new:
-                self._groups |= interruptibly(lambda: {m: self._open(m) for m in new}, self._look)
+                made = interruptibly(
+                    lambda: {m: self._open(m) for m in new}, self._look, self.abort
+                )
+                self._groups |= made
         except BaseException:
             self.abort()
             raise
@@ -252,9 +258,13 @@ def within(store: Any, name: str) -> Any:
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined,unused-ignore]
 
 
-def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
+def interruptibly(
+    work: Callable[[], T], look: Callable[[], None], stop: Callable[[], None] | None = None
+) -> T:
     """Call ``work`` in another thread and return its result: it may block without letting Python
     handle signals. ``look`` is called repeatedly meanwhile; an error that it raises ends the wait.
+    ``stop`` is called then, if it can end ``work``: a thread that is left inside torch when Python
+    ends would abort the process.
     """
     future: Future[T] = Future()
 
@@ -264,7 +274,14 @@ def interruptibly(work: Callable[[], T], look: Callable[[], None]) -> T:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name="fxpipe-meeting", daemon=True).start()
-    while not wait([future], LOOK).done:
-        look()
+    thread = threading.Thread(target=run, name="fxpipe-meeting", daemon=True)
+    thread.start()
+    try:
+        while not wait([future], LOOK).done:
+            look()
+    except BaseException:
+        if stop is not None:
+            stop()
+            thread.join(ENDING)
+        raise
     return future.result()
