@@ -22,7 +22,7 @@ from fxpipe.errors import InputError, RankError
 from fxpipe.extend import find
 from fxpipe.extensions.ranks.group import RankGroup, failure_of
 from fxpipe.extensions.ranks.log import Entry
-from fxpipe.extensions.ranks.pairs import PATIENCE, PairGroups
+from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
@@ -33,6 +33,9 @@ from fxpipe.runtime.interpreter import Machine, Stopped
 
 SMALL = 4096
 """Published tensors of fewer bytes are collected and sent together."""
+
+PATIENCE = 5.0
+"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
 
 
 @dataclass

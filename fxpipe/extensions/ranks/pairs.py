@@ -35,9 +35,6 @@ from fxpipe.signals import raise_held
 ABORTING = 30.0
 """Seconds that aborting the process groups may take."""
 
-PATIENCE = 5.0
-"""Seconds to wait, after a failed transfer, for the other rank's own error, which says more."""
-
 MEETING = 0.005
 """Seconds between two looks for the other members of a group."""
 
