@@ -17,6 +17,7 @@ from fxpipe.extend import Extension, LateSchedule, find, names, option
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
+from fxpipe.removed import SCHEDULES
 from fxpipe.runtime.batch import BatchDims
 
 ScheduleLike = str | Schedule | Recipe | LateSchedule | Callable[..., Any]
@@ -56,6 +57,8 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     if isinstance(schedule, str) and "\n" in schedule:
         schedule = Schedule.parse(schedule)
     if isinstance(schedule, str):
+        if schedule in SCHEDULES:
+            raise InputError(f"schedule {schedule!r} was removed; {SCHEDULES[schedule]}")
         return find_recipe(schedule)
     if isinstance(schedule, Recipe):
         return schedule

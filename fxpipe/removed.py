@@ -51,6 +51,13 @@ GONE = {
 }
 """Attribute → the same."""
 
+SCHEDULES = {
+    "cdp-v1": 'write "2bw", which has its order and its delay',
+    "cdp-v2": 'write "pipedream", which reads the newest weights that all micro-batches of a stage '
+    "can read",
+}
+"""Name of a schedule → the same."""
+
 
 def gone(name: str) -> str:
     """What to do instead of an attribute that went away, for its AttributeError; else empty."""

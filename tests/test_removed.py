@@ -9,7 +9,8 @@ import pytest
 from torch import nn
 
 import fxpipe
-from fxpipe.removed import GONE, REMOVED
+from fxpipe.ir.recipe import RECIPES
+from fxpipe.removed import GONE, REMOVED, SCHEDULES
 
 PAGE = (Path(__file__).parents[1] / "docs" / "removed.md").read_text()
 
@@ -27,6 +28,16 @@ def test_an_argument_that_never_was_is_refused_as_by_python() -> None:
     given: Any = {"scedule": "1f1b"}
     with pytest.raises(TypeError, match="unexpected keyword argument 'scedule'"):
         fxpipe.compile(nn.Linear(2, 2), ["cpu"], **given)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_that_went_away_says_what_to_do(name: str) -> None:
+    with pytest.raises(fxpipe.InputError, match="was removed; write") as raised:
+        fxpipe.compile(nn.Linear(2, 2), ["cpu"], schedule=name)
+    told = str(raised.value)
+    assert told.endswith(SCHEDULES[name])
+    assert told.split('"')[1] in RECIPES
+    assert f"`{name}`" in PAGE
 
 
 @pytest.mark.parametrize("name", GONE)
