@@ -106,7 +106,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "hanayo": f"{_HERE}.list_schedules.planned:hanayo",
         "interleaved-zb": f"{_HERE}.list_schedules.planned:interleaved_zb",
         "pipedream": f"{_HERE}.overlapping.one_f_one_b_async:pipedream",
-        "pipedream-vertical": f"{_HERE}.overlapping.one_f_one_b_async:pipedream_vertical",
         "v-half": f"{_HERE}.more_schedules.controllable_memory:v_half",
         "v-min": f"{_HERE}.more_schedules.controllable_memory:v_min",
     },

@@ -46,7 +46,6 @@ DRAWN: dict[str, tuple[int, int, dict[str, int], int]] = {
     "dualpipe-v": (2, 4, HALVES, 1),
     "2bw": (3, 3, AS_LONG, 2),
     "pipedream": (3, 1, AS_LONG, 6),
-    "pipedream-vertical": (3, 1, AS_LONG, 6),
     "1f1b-async": (3, 2, AS_LONG, 3),
     "chimera": (4, 4, AS_LONG, 1),
     "interleaved-zb": (2, 4, HALVES, 1),

@@ -125,7 +125,7 @@ def test_a_batch_on_another_device_is_read_once_the_callers_stream_has_written_i
 
 def test_memory_of_losses_is_not_used_again_while_the_caller_reads_them() -> None:
     """Devices go on launching, and receive the norms of other stages into such small blocks."""
-    options = {"schedule": "pipedream-vertical", "microbatches": 8}
+    options = {"schedule": "1f1b-async", "microbatches": 8}
     setting = Setting("tied", options, extra="scaler", stages=4)
     places = ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
     assert not on_devices(compare, setting, places, [(RANDOM, 58)])

@@ -117,7 +117,7 @@ CUTS: Mapping[str, Mapping[int, list[str]]] = {
 }
 """Model → number of stages → where it is cut."""
 
-OVERLAPPING = ("2bw", "pipedream", "1f1b-async", "pipedream-vertical")
+OVERLAPPING = ("2bw", "pipedream", "1f1b-async")
 """Schedules in which a step returns while its batch is in flight. What they compute may depend on
 where the model is cut, which costs decide for other numbers of stages than those in ``CUTS``."""
 

@@ -121,7 +121,7 @@ def test_the_library_needs_channels_as_told(name: str) -> None:
 
 
 NEEDS = dict.fromkeys(("gpipe", "inference", "naive"), 0)
-NEEDS |= dict.fromkeys(("1f1b", "1f1b-async", "pipedream", "pipedream-vertical", "2bw"), 1)
+NEEDS |= dict.fromkeys(("1f1b", "1f1b-async", "pipedream", "2bw"), 1)
 NEEDS |= dict.fromkeys(("zb-h1", "zb-h2", "v-half", "v-min"), 1)
 NEEDS |= dict.fromkeys(("chimera",), 1)
 NEEDS |= dict.fromkeys(("interleaved-zb",), 1)

@@ -1,11 +1,11 @@
 """1F1B without a flush: PipeDream, PipeDream-2BW, and the same for any number of micro-batches.
 
-Batches follow each other without a pause, so there is no bubble in steady state. All four run the
-same tasks in the same order and differ in the delay: by how many updates the weights that a batch
-reads are older than the newest. A backward always reads the version that its forward read.
+Batches follow each other without a pause, so there is no bubble in steady state. All run the same
+tasks in the same order and differ in the delay: by how many updates the weights that a batch reads
+are older than the newest. A backward always reads the version that its forward read.
 
-Figures of all four, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1).
-Stash: p − s micro-batches on stage s. ``fxpipe.schedules`` explains the symbols and drawings.
+Figures of all, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1). Stash:
+p − s micro-batches on stage s. ``fxpipe.schedules`` explains the symbols and drawings.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def staleness(devices: int, microbatches: int) -> int:
 def one_f_one_b_async(device: int, devices: int, microbatches: int) -> Iterator[Task]:
     """1F1B without a flush, with the smallest delay at which all stages read the same version.
 
-    After arXiv 1806.03377 and 2006.09503. Delay: ⌈(p − 1)/m⌉ on every stage, for every p and m.
-    Weight versions: at most ⌈(p − 1)/m⌉ + 1, on the first stage. The forwards of device d are
-    p − 1 − d micro-batches ahead of its backwards, so its last backwards of a batch run in a later
-    step. p = 3, m = 2, three steps and the flush, micro-batches numbered through the steps, a
-    backward drawn as long as a forward. A device updates after each batch's last backward::
+    After arXiv 1806.03377 and 2006.09503; with m = 1 it is PipeDream with vertical sync. Delay:
+    ⌈(p − 1)/m⌉ on every stage, for every p and m. Weight versions: at most ⌈(p − 1)/m⌉ + 1, on the
+    first stage. The forwards of device d are p − 1 − d micro-batches ahead of its backwards, so its
+    last backwards of a batch run in a later step. p = 3, m = 2, three steps and the flush,
+    micro-batches numbered through the steps, a backward drawn as long as a forward. A device
+    updates after each batch's last backward::
 
         0: F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5 U
         1:  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  . U
@@ -80,22 +81,6 @@ def pipedream(device: int, devices: int, microbatches: int) -> Iterator[Task]:
 
     p = 3, m = 1, six steps and the flush, micro-batches numbered through the steps, a backward
     drawn as long as a forward. A device updates after every backward::
-
-        0: F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5 U
-        1:  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  . U
-        2:  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5  .  . U
-    """
-    yield from one_f_one_b_async.tasks(device, devices, microbatches)
-
-
-@schedule("pipedream-vertical", delay=staleness)
-def pipedream_vertical(device: int, devices: int, microbatches: int) -> Iterator[Task]:
-    """1F1B without a flush; on all stages a micro-batch reads the version that the first one had.
-
-    PipeDream with vertical sync (Harlap et al., arXiv 1806.03377). Delay: ⌈(p − 1)/m⌉ on every
-    stage, for every p and m; p − 1 for the paper's m = 1. p = 3, m = 1, six steps and the flush,
-    micro-batches numbered through the steps, a backward drawn as long as a forward. A device
-    updates after every backward::
 
         0: F0 F1 F2  .  . B0 F3 B1 F4 B2 F5 B3  . B4  . B5 U
         1:  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  . U

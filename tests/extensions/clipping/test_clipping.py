@@ -63,7 +63,7 @@ def test_without_a_scaler_clipping_waits_for_no_device() -> None:
         *deep(("zb-v", 2, 4, "mlp", None), ("1f1b-async", 4, 2, "mlp", None)),
         ("zb-v", 2, 4, "mlp", 1024.0),
         ("2bw", 3, 4, "mlp", 1024.0),
-        *deep(("pipedream-vertical", 3, 1, "mlp", None)),
+        *deep(("1f1b-async", 3, 1, "mlp", None)),
         *deep(("1f1b", 3, 3, "unet", None), ("2bw", 2, 2, "transformer", None)),
     ],
 )
@@ -268,7 +268,7 @@ def test_a_scaler_that_is_disabled_leaves_no_batch_out() -> None:
     assert model.weight.isnan().any()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "2bw", "pipedream-vertical"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "2bw", "1f1b-async"])
 def test_a_scale_shows_in_no_loss_output_or_norm(schedule: str) -> None:
     torch.manual_seed(0)
     model = OwnLoss().double()

@@ -39,7 +39,7 @@ def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() ->
 
 
 @pytest.mark.parametrize("recompute", [*deep("never", "always"), "except_last"])
-@pytest.mark.parametrize("schedule", ["2bw", "1f1b-async", "pipedream-vertical"])
+@pytest.mark.parametrize("schedule", ["2bw", "1f1b-async"])
 def test_a_batch_may_be_filled_anew_as_soon_as_its_step_returns(
     schedule: str, recompute: str
 ) -> None:

@@ -91,11 +91,11 @@ def test_one_f_one_b_without_flush_takes_any_number_of_micro_batches(
     compare("mlp", "sgd", devices, microbatches, schedule="1f1b-async", delay=delay)
 
 
-@pytest.mark.parametrize("vertical", [False, True])
-def test_pipedream_reads_as_many_versions_late_as_stages_follow(vertical: bool) -> None:
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b-async"])
+def test_pipedream_reads_as_many_versions_late_as_stages_follow(schedule: str) -> None:
     model, data = make("mlp", 12, 4)
     alone = copy.deepcopy(model)
-    schedule = "pipedream-vertical" if vertical else "pipedream"
+    vertical = schedule == "1f1b-async"  # with one micro-batch, PipeDream with vertical sync
     with compiled(model, 3, 1, schedule=schedule) as pipe:
         losses = [pipe.step(x, target=y) for x, y in data]
         owner = {a.target: s.index for s in pipe.plan.stages for a in s.parameters}

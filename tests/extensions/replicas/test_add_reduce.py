@@ -83,7 +83,7 @@ def between(schedule: Schedule) -> int:
     return min(found)
 
 
-@pytest.mark.parametrize("name", ["2bw", "pipedream-vertical"])
+@pytest.mark.parametrize("name", ["2bw", "1f1b-async"])
 def test_where_batches_overlap_the_sums_hide_behind_a_window(name: str) -> None:
     for devices, microbatches in ((2, 2), (3, 4), (4, 4)):
         schedule = RECIPES[name](devices, microbatches)

@@ -307,7 +307,7 @@ def test_a_grid_shows_the_time_that_a_simulation_counts() -> None:
     assert (scale.split()[-1], drawn) == ("8", "0: F0 B0--- A------------- U-")  # eight to nine
 
 
-@pytest.mark.parametrize("name", ["2bw", "pipedream-vertical"])
+@pytest.mark.parametrize("name", ["2bw", "1f1b-async"])
 def test_where_batches_overlap_the_sums_take_no_time_of_a_window(name: str) -> None:
     free = {"F": 1, "B": 1, "A": 0, "U": 0}
     for devices, microbatches in ((2, 2), (3, 4), (4, 4)):
