@@ -33,7 +33,6 @@ Door = Literal[
     "instruction",
     "schedule",
     "recipe",
-    "partial_recipe",
     "view",
     "command",
     "option",
@@ -47,8 +46,7 @@ Door = Literal[
   ``ins.OncePerStep`` of ``fxpipe.ir.instruction``.
 - schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step; what
   it means is called without arguments, and returns a ``LateSchedule``.
-- recipe: the name of a schedule of the library, and its ``Recipe``; "partial_recipe" is for those
-  that are not for every number of devices.
+- recipe: the name of a schedule of the library, and its ``Recipe``.
 - view: a method of a class of the core, such as ``Schedule.draw``.
 - option: a function that the core calls for an option or a method that few need, such as
   "table" for what ``print(pipe)`` shows.
@@ -108,9 +106,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "pipedream": f"{_HERE}.overlapping.one_f_one_b_async:pipedream",
         "v-half": f"{_HERE}.more_schedules.controllable_memory:v_half",
         "v-min": f"{_HERE}.more_schedules.controllable_memory:v_min",
-    },
-    "partial_recipe": {
-        "dualpipe": f"{_HERE}.copies.dualpipe:dualpipe",
     },
     "view": {
         "Pipeline.checkpoint": f"{_HERE}.checkpoint.pipe:checkpoint",

@@ -55,6 +55,7 @@ SCHEDULES = {
     "cdp-v1": 'write "2bw", which has its order and its delay',
     "cdp-v2": 'write "pipedream", which reads the newest weights that all micro-batches of a stage '
     "can read",
+    "dualpipe": 'write "dualpipe-v", which has both directions in one V of stages',
     "pipedream-vertical": 'write "1f1b-async", which has its order and its delay',
 }
 """Name of a schedule → the same."""

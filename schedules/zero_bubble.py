@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from fxpipe.ir.recipe import schedule, vee
-from fxpipe.ir.task import F, I, Pair, Task, U, W
+from fxpipe.ir.task import F, I, Task, U, W
 
 
 @schedule("zb-h1")
@@ -72,7 +72,7 @@ def _in_turn(ahead: int, behind: int, microbatches: int) -> Iterator[Task]:
 @schedule("zb-v", placement=vee)
 def zb_v(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
-) -> Iterator[Task | Pair]:
+) -> Iterator[Task]:
     """Stages in a V, two a device, and halved backwards: no bubble in 1F1B's memory.
 
     Section 6 of the paper; also arXiv 2405.15362. Device d holds the stages d and 2p − 1 − d.
@@ -102,19 +102,12 @@ def zb_v(
     yield from map(U, stages)
 
 
-def spell(
-    words: str,
-    stages: tuple[int, ...],
-    microbatches: int,
-    begin: tuple[int, ...] = (),
-    step: int = 1,
-) -> Iterator[Task | Pair]:
+def spell(words: str, stages: tuple[int, ...], microbatches: int) -> Iterator[Task]:
     """Yield the tasks of a device, written as words from left to right as in a figure.
 
     A word is the letter of a task and the position of its stage in ``stages``: "F0" is the forward
     of the next micro-batch on the device's first stage, "B1" or "I1" the next backward on its
-    second. "W" is the weight gradient that has waited longest, and "F0&B1" a pair. Each stage takes
-    every ``step``-th micro-batch, from that of ``begin`` on.
+    second. "W" is the weight gradient that has waited longest.
 
     Micro-batches from ``microbatches`` on are left out, so that a row written for many also serves
     for few: an order stays valid when a micro-batch is removed from all devices.
@@ -123,16 +116,13 @@ def spell(
     backwards: Counter[int] = Counter()
     waiting: deque[tuple[int, int]] = deque()
     for word in words.split():
-        unit: list[Task] = []
-        for part in word.split("&"):
-            if part == "W":
-                i, stage = waiting.popleft()
-            else:
-                taken, at = forwards if part[0] == "F" else backwards, int(part[1:])
-                i, stage = taken[at] * step + (begin[at] if begin else 0), stages[at]
-                taken[at] += 1
-            if part[0] == "I":
-                waiting.append((i, stage))
-            if i < microbatches:
-                unit.append(Task(part[0], i, stage))
-        yield from [Pair(*unit)] if len(unit) > 1 else unit
+        if word == "W":
+            i, stage = waiting.popleft()
+        else:
+            taken, at = forwards if word[0] == "F" else backwards, int(word[1:])
+            i, stage = taken[at], stages[at]
+            taken[at] += 1
+        if word[0] == "I":
+            waiting.append((i, stage))
+        if i < microbatches:
+            yield Task(word[0], i, stage)

@@ -153,11 +153,7 @@ def test_imports_go_down_the_layers() -> None:
 
 WRITTEN = {
     *(name for name in SOURCES if layer_of(name) == "schedules"),
-    *(
-        str(extend._REGISTRY[door][name]).partition(":")[0]
-        for door in ("recipe", "partial_recipe")
-        for name in extend.names(door)
-    ),
+    *(str(extend._REGISTRY["recipe"][name]).partition(":")[0] for name in extend.names("recipe")),
 }
 """The modules that have schedules."""
 

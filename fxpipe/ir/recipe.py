@@ -12,7 +12,7 @@ from operator import index
 from typing import Any
 
 from fxpipe.errors import InputError, near, told
-from fxpipe.extend import Door, find, names, there
+from fxpipe.extend import find, names, there
 from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
 from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
@@ -269,22 +269,18 @@ def _parameters(function: Callable[..., object]) -> list[str]:
 class Recipes(UserDict[str, Recipe]):
     """Recipes by name. Those of extensions are imported when they are first asked for."""
 
-    def __init__(self, door: Door) -> None:
-        super().__init__()
-        self._door: Door = door
-
     def __missing__(self, name: str) -> Recipe:
-        if not there(self._door, name):
+        if not there("recipe", name):
             raise KeyError(name)
-        recipe: Recipe = find(self._door, name)
+        recipe: Recipe = find("recipe", name)
         self.data[name] = recipe
         return recipe
 
     def __contains__(self, name: object) -> bool:
-        return name in self.data or (isinstance(name, str) and there(self._door, name))
+        return name in self.data or (isinstance(name, str) and there("recipe", name))
 
     def __iter__(self) -> Iterator[str]:
-        late = (name for name in self.late if there(self._door, name))
+        late = (name for name in self.late if there("recipe", name))
         return iter(dict.fromkeys((*self.data, *late)))
 
     def __len__(self) -> int:
@@ -293,17 +289,14 @@ class Recipes(UserDict[str, Recipe]):
     @property
     def late(self) -> tuple[str, ...]:
         """The names of those of extensions, whether these are there or not."""
-        return names(self._door)
+        return names("recipe")
 
     def clear(self) -> None:
         self.data.clear()
 
 
-RECIPES = Recipes("recipe")
+RECIPES = Recipes()
 """Every registered recipe by name; ``fxpipe.schedules`` fills in the library's own."""
-
-PARTIAL = Recipes("partial_recipe")
-"""Recipes of the library, by name, that are not for every number of devices."""
 
 
 def schedule(
@@ -345,10 +338,9 @@ def schedule(
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name. Raises InputError, with similar names, if there is none."""
-    recipe = RECIPES.get(name) or PARTIAL.get(name)
+    recipe = RECIPES.get(name)
     if recipe is None:
-        for door in ("recipe", "partial_recipe"):
-            if name in names(door):
-                find(door, name, f"schedule {name!r}")  # raises, and names the extension
+        if name in RECIPES.late:
+            find("recipe", name, f"schedule {name!r}")  # raises, and names the extension
         raise InputError(f"there is no schedule {name!r:.99}: {near(name, RECIPES)}")
     return recipe

@@ -17,7 +17,7 @@ from fxpipe.errors import FxpipeError, InputError, VerificationError
 from fxpipe.extend import find, names, there
 from fxpipe.extensions.tables import plain_table, screen_width, table_text, wrapped
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import PARTIAL, RECIPES, Recipe, find_recipe
+from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.ir.schedule import Schedule
 
 DONE, FAULTY, WRONG = 0, 1, 2
@@ -142,7 +142,7 @@ def list_schedules(given: Namespace) -> bool:
     table.add_column("name", no_wrap=True)
     table.add_column("stages", justify="right")
     table.add_column("what it does")
-    for name, recipe in sorted({**PARTIAL, **RECIPES}.items()):
+    for name, recipe in sorted(RECIPES.items()):
         table.add_row(name, f"{recipe.stages(1)} a device", _summary(recipe))
     print(table_text(table))
     return True
@@ -222,8 +222,7 @@ def named_schedule(named: str, devices: int | None, microbatches: int | None) ->
         InputError: there is no such schedule, its text does not parse, or it is for other numbers.
     """
     path = Path(named)
-    known = named in (*PARTIAL, *RECIPES)
-    if known or not (path.exists() or path.suffix or path.name != named or named == "-"):
+    if named in RECIPES or not (path.exists() or path.suffix or path.name != named or named == "-"):
         return find_recipe(named)(
             DEVICES if devices is None else devices,
             MICROBATCHES if microbatches is None else microbatches,

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fxpipe.ir.recipe import schedule, vee
-from fxpipe.ir.task import Pair, Task, U
+from fxpipe.ir.task import Task, U
 from fxpipe.schedules.zero_bubble import spell
 
 
 @schedule("dualpipe-v", placement=vee)
 def dualpipe_v(
     device: int, devices: int, microbatches: int, *, stages: tuple[int, ...]
-) -> Iterator[Task | Pair]:
+) -> Iterator[Task]:
     """Stages in a V, two a device; backwards are halved only while the pipe fills and drains.
 
     Device d holds the stages d and 2p − 1 − d. Made for expert parallelism: a forward and the
@@ -32,26 +32,20 @@ def dualpipe_v(
     than a device's work, for m ≥ 2p and T_F = T_I ≥ T_W. Stash: 2p + 1 micro-batches of one of a
     device's two stages, for m ≥ 2p.
     """
-    more = max(microbatches - 2 * devices, 0)
-    yield from spell(words(device, devices, more, " "), stages, microbatches)
-    yield from map(U, stages)
-
-
-def words(device: int, devices: int, more: int, both: str) -> str:
-    """A device's row; ``both`` is between a forward and a backward that can run together."""
     upto, behind = device + 1, devices - device - 1
+    more = max(microbatches - 2 * devices, 0)
     whole, odd = divmod(upto, 2)
-    first = both if behind else " "
-    return (
+    words = (
         "F0 " * (2 * behind)
         + "F0 F1 " * upto
         + "I1 W F1 " * behind
-        + f"F0{first}B1 F1{both}B0 "
-        + f"F0{both}B1 F1{both}B0 " * (more + device)
-        + f"B1 F1{both}B0 " * behind
+        + "F0 B1 F1 B0 " * (1 + more + device)
+        + "B1 F1 B0 " * behind
         + "B1 B0 " * whole
         + "B1 I0 " * odd
         + "I1 I0 " * whole
         + "W I0 " * behind
         + "W " * upto
     )
+    yield from spell(words, stages, microbatches)
+    yield from map(U, stages)
