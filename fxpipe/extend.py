@@ -118,7 +118,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
         "Program.draw": f"{_HERE}.draw.schedule:draw_program",
         "Program.simulate": f"{_HERE}.simulator:simulate",
-        "Schedule.csv": f"{_HERE}.peers.forms:schedule_csv",
         "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",
         "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",

@@ -172,8 +172,6 @@ class Schedule:
 
         return parse_schedule(text)
 
-    csv = View()
-
     def verify(self) -> Schedule:
         """Return self, or raise VerificationError with every fault."""
         from fxpipe.verify.schedule import verify_schedule

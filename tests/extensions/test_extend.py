@@ -62,10 +62,10 @@ def test_a_package_that_an_extension_lacks_is_no_missing_extension(
     extend.register("public", "lacking", "fxpipe.extensions.search.lacking:nothing")
     with pytest.raises(InputError, match=r"needs the extension fxpipe\.extensions\.search"):
         extend.find("public", "lacking")
-    monkeypatch.delitem(sys.modules, "fxpipe.extensions.peers.forms", raising=False)
+    monkeypatch.delitem(sys.modules, "fxpipe.extensions.overlapping.delays", raising=False)
     monkeypatch.setitem(sys.modules, "fxpipe.ir.task", None)
     with pytest.raises(ModuleNotFoundError, match=r"fxpipe\.ir\.task"):
-        extend.find("view", "Schedule.csv")
+        extend.find("view", "Schedule.versions")
 
 
 def test_a_view_whose_extension_is_not_there_is_no_attribute_and_its_error_says_which() -> None:
@@ -117,8 +117,8 @@ def test_bad_registrations_are_refused(arguments: tuple[object, ...], message: s
 
 
 def test_an_unknown_name_gets_a_hint() -> None:
-    with pytest.raises(InputError, match=r"no view .*did you mean 'Schedule\.csv'"):
-        extend.find("view", "Schedule.cvs")
+    with pytest.raises(InputError, match=r"no view .*did you mean 'Schedule\.versions'"):
+        extend.find("view", "Schedule.version")
 
 
 class Refusing(extend.Extension):
