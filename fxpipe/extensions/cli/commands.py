@@ -23,7 +23,6 @@ from fxpipe.ir.schedule import Schedule
 DONE, FAULTY, WRONG = 0, 1, 2
 """Exit statuses: no faults; faults were found; the command could not be carried out."""
 
-_INTERRUPTED = 130
 _CLOSED = 141
 
 DEVICES, MICROBATCHES = 4, 8
@@ -39,45 +38,24 @@ _COST = re.compile(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default with the process's arguments, and return its exit status."""
     try:
-        if any("\0" in argument for argument in arguments or ()):
-            raise InputError("an argument holds a NUL character, which no file name can")
         given = make_parser().parse_args(arguments)
         sound = given.run(given)
-        if sys.stdout is not None:  # None where the shell has closed it
-            sys.stdout.flush()
-    except UnicodeEncodeError as error:
-        odd = ascii(error.object[error.start : error.end])
-        print(
-            f"fxpipe: the output holds {odd}, which {error.encoding} cannot write; set "
-            "PYTHONIOENCODING=utf-8",
-            file=sys.stderr,
-        )
-        return WRONG
+        print(end="", flush=True)
     except FxpipeError as error:
         print(wrapped(f"fxpipe: {error}", "  ", whole_words=True), file=sys.stderr)
         return WRONG
+    except UnicodeEncodeError as error:
+        print(f"fxpipe: the output: {error}; set PYTHONIOENCODING=utf-8", file=sys.stderr)
+        return WRONG
     except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            # What reads the output, such as ``head``, has closed it.
-            _drop_output()
+        if error.filename is None:  # so that the flush at exit does not fail
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):  # what reads the output, such as ``head``, closed it
             return _CLOSED
-        # A full disk names no file; it may be the one that the output goes to.
         where = error.filename or "the output cannot be written"
         print(f"fxpipe: {where}: {error.strerror}", file=sys.stderr)
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except OSError:
-            _drop_output()
         return WRONG
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     return DONE if sound else FAULTY
-
-
-def _drop_output() -> None:
-    """Redirect stdout to nowhere, so that the flush at exit does not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
