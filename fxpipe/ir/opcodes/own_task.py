@@ -64,40 +64,22 @@ class Run(Instruction):
         names = [argument.target for argument in machine.stages[stage].parameters]
         parameters = machine.weights.parameters(stage, machine.step + self.version)
         sums = machine.store.gradients.get((stage, self.batch)) or [None] * len(names)
-        passed: dict[str, Mapping[str, Tensor]] = {}
-        protected: list[tuple[str, Tensor, int, Tensor]] = []  # message, tensor, version, copy
+        given: dict[str, Mapping[str, Tensor]] = {}
+        copies: dict[str, Tensor] = {}
         for word, phrase, values in (
             ("parameters", "the parameter", parameters),
             ("gradients", "the gradient of", sums),
         ):
-            tensors = {name: x for name, x in zip(names, values, strict=True) if x is not None}
-            passed[word] = tensors if word in (*kind.reads, *kind.writes) else {}
+            known = word in (*kind.reads, *kind.writes)
+            tensors = {n: x for n, x in zip(names, values, strict=True) if known and x is not None}
             if word not in kind.writes:
-                passed[word] = {name: t.detach().clone() for name, t in passed[word].items()}
-                protected += [
-                    (f"{phrase} {name!r}", tensor, tensor._version, passed[word].get(name, tensor))
-                    for name, tensor in tensors.items()
-                ]
-        # read-only dictionaries: assigning a tensor to a name would have no effect
-        read_only = {word: MappingProxyType(tensors) for word, tensors in passed.items()}
-        kind.run(TaskContext(stage, self.microbatch, **read_only))
-        changed = [
-            text
-            for text, tensor, version, copy in protected
-            if tensor._version != version or _differ(tensor, copy)
-        ]
-        if changed:
+                tensors = {name: x.detach().clone() for name, x in tensors.items()}
+                copies |= {f"{phrase} {name!r}": x for name, x in tensors.items()}
+            # read-only: assigning a tensor to a name would have no effect
+            given[word] = MappingProxyType(tensors)
+        kind.run(TaskContext(stage, self.microbatch, **given))
+        if changed := [text for text, copy in copies.items() if copy._version]:
             raise InputError(
                 f"task {kind.name!r} changed {', '.join(changed)} in place and does not say so; "
                 'let it leave them, or define it with writes=("gradients",)'
             )
-
-
-def _differ(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether a copy was changed, also by ``.data`` or NumPy, which do not count ``_version``."""
-    if copy is tensor:
-        return False
-    if copy._version or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-        return True
-    both_nan = (copy != copy) & (tensor != tensor)
-    return bool(((copy != tensor) & ~both_nan).any())
