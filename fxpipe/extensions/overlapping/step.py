@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fxpipe.compiler.compiled import Compiled
@@ -89,20 +88,6 @@ def _first(progress: Progress, compiled: Compiled, changed: bool) -> VersionedWe
 
 def copied_batch(micro: MicroBatches) -> MicroBatches:
     """A copy that stays the same when the caller changes the tensors of the batch."""
-    batch = replace(micro.batch, leaves=tuple(map(_copied, micro.batch.leaves)))
+    leaves = [x.detach().clone() if isinstance(x, Tensor) else x for x in micro.batch.leaves]
+    batch = replace(micro.batch, leaves=tuple(leaves))
     return replace(micro, batch=batch, leaves=batch.split(len(micro)))
-
-
-def _copied(leaf: Any) -> Any:
-    """Copy with the same strides and alignment, so that the same kernels run and round alike."""
-    if not isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.detach()
-    if not leaf.numel():
-        return leaf.clone()
-    leaf = leaf.resolve_conj().resolve_neg()
-    before = leaf.data_ptr() % 64 // leaf.element_size()
-    extent = 1 + sum((n - 1) * s for n, s in zip(leaf.shape, leaf.stride(), strict=True))
-    memory = torch.empty(before + extent, dtype=leaf.dtype, device=leaf.device)
-    memory[before:] = leaf.as_strided((extent,), (1,))
-    return memory.as_strided(leaf.shape, leaf.stride(), before)

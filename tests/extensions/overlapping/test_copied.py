@@ -27,7 +27,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("way", LAYOUTS)
-def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> None:
+def test_copies_of_a_batch_stay_as_they_were(way: str) -> None:
     x = LAYOUTS[way](torch.randn(5, 4))
     table = torch.eye(4)
 
@@ -41,8 +41,6 @@ def test_copies_of_a_batch_stay_as_they_were_and_lie_as_they_did(way: str) -> No
     copies = BatchHost(traced, copied_batch(batch.in_parts(2)), frozenset(), 0).inputs
     before = [part.clone() for part in given["x"]]
     assert all(map(torch.equal, copies["x"], before))
-    assert [p.data_ptr() % 64 for p in copies["x"]] == [p.data_ptr() % 64 for p in given["x"]]
-    assert [part.stride() for part in copies["x"]] == [part.stride() for part in given["x"]]
     for column in x.unbind(1):
         column.zero_()
     table.zero_()
