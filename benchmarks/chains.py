@@ -22,7 +22,7 @@ from benchmarks.models.pairs import Cell, First, Twice
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Grid, Report
-from fxpipe.extensions.exact_cut.solve import solve
+from fxpipe.extensions.exact_cut.solve import SLACK, solve
 from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.functionalise import functionalise
@@ -32,6 +32,7 @@ from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from fxpipe.passes.tracing.trace import accepts, trace
+from fxpipe.torchtools.source import module_paths
 
 STAGES = (2, 4, 8)
 SECONDS = 10.0
@@ -39,7 +40,7 @@ SECONDS = 10.0
 
 
 def main() -> int:
-    """Run the benchmark; returns 1 if a model is divided worse than by torchgpipe."""
+    """Run the benchmark; returns 1 if a model is divided over 1 % worse than by torchgpipe."""
     machine = describe()
     torch.set_num_threads(1)
     rows: list[list[str]] = []
@@ -50,9 +51,9 @@ def main() -> int:
         ours = layer_times(atoms)
         for stages in STAGES:
             reached = slowest_block(theirs, stages)
-            chain = divided(as_chain(theirs), range(len(theirs)), stages)
+            chain = divided(as_chain(theirs), stages)
             blocks = slowest_block(ours, stages)
-            free = 1e3 * divided(atoms.work, atoms.layers, stages)
+            free = 1e3 * divided(atoms.work, stages)
             worst = max(worst, chain / reached, free / blocks)
             by_layers = (reached, chain, chain / reached)
             by_operations = (blocks, free, free / blocks)
@@ -68,7 +69,7 @@ def main() -> int:
     }
     title = "Balancing torchgpipe's chain models"
     Report("chains", title, settings, [], machine, [Grid(headings, rows)]).publish()
-    return 0 if worst <= 1 + 1e-9 else 1
+    return 0 if worst <= (1 + SLACK) * (1 + 1e-9) else 1
 
 
 def models() -> list[tuple[str, nn.Sequential, Tensor]]:
@@ -128,9 +129,9 @@ def as_chain(times: Sequence[float]) -> Work:
     return Work(tuple(times), none, none, values)
 
 
-def divided(work: Work, layers: Sequence[Any], stages: int) -> float:
+def divided(work: Work, stages: int) -> float:
     """The slowest stage here."""
-    found = solve(work, StageDevices.equal(stages), layers)
+    found = solve(work, StageDevices.equal(stages))
     assert found is not None
     return found.slowest
 
@@ -155,7 +156,8 @@ def measured(model: nn.Sequential, batch: Tensor) -> Atoms:
 def layer_times(atoms: Atoms) -> list[float]:
     """Layer → milliseconds of its operations, in the order of the layers."""
     times: dict[str, float] = {}
-    for layer, seconds in zip(atoms.layers, atoms.work.seconds, strict=True):
+    for nodes, seconds in zip(atoms.nodes, atoms.work.seconds, strict=True):
+        layer = (module_paths(nodes[0]) or [nodes[0].name])[0]
         times[layer] = times.get(layer, 0.0) + 1e3 * seconds
     return list(times.values())
 

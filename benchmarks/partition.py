@@ -103,7 +103,7 @@ def beside_torchgpipe() -> list[float]:
         values = tuple(Transfer(i, (i + 1,), 1, True) for i in range(len(seconds) - 1))
         none = (0,) * len(seconds)
         work = Work(tuple(seconds), none, none, values)
-        found = solve(work, StageDevices.equal(stages), range(len(seconds)))
+        found = solve(work, StageDevices.equal(stages))
         assert found is not None
         ratios.append(found.slowest / theirs)
     return ratios

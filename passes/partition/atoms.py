@@ -36,7 +36,6 @@ from fxpipe.passes.partition.assignment import (
 )
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import Transfer, Work, sorted_by_rank
-from fxpipe.torchtools.source import module_paths
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,10 @@ class Atoms:
     Attributes:
         nodes: atom → its nodes, in the order of the program.
         work: the costs of the atoms.
-        layers: atom → its outermost submodule, or the name of its first node if it is in none.
     """
 
     nodes: tuple[tuple[fx.Node, ...], ...]
     work: Work
-    layers: tuple[str, ...]
 
     def named(self, stage_of: Sequence[int]) -> dict[str, int]:
         """Turn atom → stage into node name → stage."""
@@ -118,7 +115,6 @@ def atoms_of(
             tuple(sum(footprint.saved.get(n.name, 0) for n in group) for group in groups),
             tuple(transfers),
         ),
-        tuple((module_paths(group[0]) or [group[0].name])[0] for group in groups),
     )
 
 

@@ -69,7 +69,7 @@ def balance(
             "give fewer devices"
         )
     partitioner = partitioner or option("partitioner", Partitioner)()
-    division = partitioner.divide(atoms.work, machine, atoms.layers)
+    division = partitioner.divide(atoms.work, machine)
     if division is None:
         division = partitioner.nearest(atoms.work, machine)
         if not nearest:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -200,16 +200,13 @@ class Partitioner:
     as possible. Extensions do better.
     """
 
-    def divide(
-        self, work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()
-    ) -> Division | None:
+    def divide(self, work: Work, machine: StageDevices) -> Division | None:
         """Divide the atoms, of which there are at least as many as stages; None if that keeps no
         memory limits.
 
         Args:
             work: the atoms.
             machine: the devices of the stages.
-            layers: atom → the layer that it belongs to.
         """
         division = self.nearest(work, machine)
         return division if division.fits(machine) else None

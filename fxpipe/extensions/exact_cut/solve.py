@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fxpipe.extensions.exact_cut.runs import Runs
 from fxpipe.passes.partition.work import (
@@ -32,11 +32,10 @@ _CAPS = (1.02, 1.1, 1.5, 4.0, 16.0, 64.0)
 
 
 @intra_op_threads(1)  # the tables are small: starting threads would take longer
-def solve(work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()) -> Division | None:
+def solve(work: Work, machine: StageDevices) -> Division | None:
     """Return the best division found; None if none keeps the memory limits.
 
-    There must be at least as many atoms as stages. ``layers`` has each atom's layer: to save bytes,
-    the slowest stage never becomes slower than in the best cut between layers.
+    There must be at least as many atoms as stages.
     """
     least = max(work.total / sum(machine.speeds), max(work.seconds) / max(machine.speeds))
     best: Division | None = None
@@ -47,7 +46,7 @@ def solve(work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()) ->
             best = division if division.fits(machine) else best
         if best is not None and best.slowest <= least * (1 + SLACK):
             break
-    return None if best is None else _with_fewest_bytes(work, machine, best, layers)
+    return None if best is None else _with_fewest_bytes(work, machine, best)
 
 
 @intra_op_threads(1)
@@ -80,8 +79,8 @@ def _fastest(
 ) -> list[int] | None:
     """Atom → stage for the best cut of an order into runs; None if none is as fast as ``best`` and
     keeps the limits."""
-    if _computes_alone(machine):
-        ends = _sums(work.seconds[atom] for atom in order)
+    if not machine.linked and not machine.limited:  # only compute time matters
+        ends = [0.0, *itertools.accumulate(work.seconds[atom] for atom in order)]
         return _stages(order, even_runs(ends, machine.speeds))
     if best is not None:
         most = best.slowest
@@ -94,43 +93,16 @@ def _fastest(
     return None
 
 
-def _computes_alone(machine: StageDevices) -> bool:
-    """Whether only compute time matters: links cost nothing and memory is not limited."""
-    return not machine.linked and not machine.limited
-
-
-def _with_fewest_bytes(
-    work: Work, machine: StageDevices, best: Division, layers: Sequence[Hashable]
-) -> Division:
+def _with_fewest_bytes(work: Work, machine: StageDevices, best: Division) -> Division:
     """Return a division that sends fewer bytes and is nearly as fast, or ``best`` itself."""
     order = sorted(range(len(work)), key=best.stage_of.__getitem__)
-    between = _between_layers(work, machine, layers)
-    cap = max(best.slowest, min(best.slowest * (1 + SLACK), between))
+    cap = best.slowest * (1 + SLACK)
     cuts = Runs(work, machine, order).cut("bytes", cap)
     if cuts is None:
         return best
     division = weigh(work, machine, _stages(order, cuts))
     fits = division.fits(machine) and division.slowest <= cap * (1 + 1e-9)
     return division if fits and division.crossing <= best.crossing else best
-
-
-def _between_layers(work: Work, machine: StageDevices, layers: Sequence[Hashable]) -> float:
-    """The slowest stage of the best cut between layers; infinite unless only compute counts."""
-    if not _computes_alone(machine) or not layers:
-        return math.inf
-    sums, following = _sums(work.seconds), [*layers[1:], object()]
-    borders = zip(sums[1:], layers, following, strict=True)
-    ends = [0.0, *(done for done, here, after in borders if here != after)]
-    if len(ends) <= machine.stages:
-        return math.inf
-    cuts = [0, *even_runs(ends, machine.speeds), len(ends) - 1]
-    stages = zip(itertools.pairwise(cuts), machine.speeds, strict=True)
-    return max((ends[end] - ends[start]) / speed for (start, end), speed in stages)
-
-
-def _sums(seconds: Iterable[float]) -> list[float]:
-    """The seconds before each place, from 0."""
-    return [0.0, *itertools.accumulate(seconds)]
 
 
 def _stages(order: Sequence[int], cuts: Sequence[int]) -> list[int]:
@@ -145,12 +117,10 @@ class ExactCut(Partitioner):
     """The partitioner that ``compile`` uses where this extension is there: it cuts several orders
     of the operations in the best way, within links and limits."""
 
-    def divide(
-        self, work: Work, machine: StageDevices, layers: Sequence[Hashable] = ()
-    ) -> Division | None:
+    def divide(self, work: Work, machine: StageDevices) -> Division | None:
         """See Partitioner. Of divisions whose slowest stage is within one hundredth of the best
         found, it is the one that sends the fewest bytes."""
-        return solve(work, machine, layers)
+        return solve(work, machine)
 
     def nearest(self, work: Work, machine: StageDevices) -> Division:
         """See Partitioner. It keeps the limits once all are scaled by the least common factor."""

