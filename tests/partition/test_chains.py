@@ -36,5 +36,5 @@ def test_times_of_layers_are_those_of_their_operations() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh())
     atoms = chains.measured(model, torch.randn(4, 8))
     assert sum(chains.layer_times(atoms)) == pytest.approx(1e3 * atoms.work.total)
-    assert list(dict.fromkeys(atoms.layers)) == ["0", "1", "2", "3"]
+    assert len(chains.layer_times(atoms)) == len(model)
     assert all(seconds > 0 for seconds in chains.layer_times(atoms))

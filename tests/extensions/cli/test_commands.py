@@ -191,8 +191,8 @@ def test_a_full_disk_is_one_line_and_exit_code_2(line: str) -> None:
         (
             "schedule odd.txt",
             2,
-            "fxpipe: the output: 'ascii' codec can't encode character '\\U0001f600' in position "
-            "10: ordinal not in range(128); set PYTHONIOENCODING=utf-8\n",
+            "fxpipe: the output: 'ascii' codec can't encode character '\\U0001f600' in position 1: "
+            "ordinal not in range(128); set PYTHONIOENCODING=utf-8\n",
         ),
     ],
 )
