@@ -5,48 +5,19 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from html import escape
 from itertools import groupby
-from textwrap import fill, wrap
+from textwrap import fill
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-_STYLE = (
-    "white-space: pre; overflow-x: auto; line-height: 1.2; margin: 0; padding: 0.3em 0; "
-    "font-family: 'DejaVu Sans Mono', Menlo, Consolas, 'Liberation Mono', monospace"
-)
-
-_PROSE = 100
-"""The width at which lines that are no rows of tables are wrapped."""
-
 
 def time_text(seconds: float) -> str:
     """``3.2 ms``, with three digits."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
-
-
-def preformatted(text: str) -> str:
-    """Text as HTML that keeps its lines; only sentences are wrapped.
-
-    Text that is wider than the page gets smaller letters, down to 8 pixels, and then scrolls.
-    """
-    lines = [
-        part
-        for line in text.splitlines()
-        for part in (wrap(line, _PROSE) if line[:1].isalpha() else [line])
-    ]
-    # a letter is 0.61 times as wide as it is high
-    fitting = 100 / 0.61 / max(map(len, lines), default=1)
-    size = f"font-size: 85%; font-size: clamp(8px, {fitting:.3f}cqw, 85%)"
-    text = escape("\n".join(lines))
-    return (
-        '<div style="container-type: inline-size; width: 100%">'
-        f'<pre style="{_STYLE}; {size}">{text}</pre></div>'
-    )
 
 
 def plain_table(gap: int = 2) -> Table:

@@ -10,7 +10,7 @@ from fxpipe.arguments import check_whole
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.simulator import simulate_schedule
 from fxpipe.extensions.simulator.costs import Costs, check_keys, times_of
-from fxpipe.extensions.tables import plain_table, preformatted, table_text
+from fxpipe.extensions.tables import plain_table, table_text
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.schedules import library
@@ -89,10 +89,6 @@ class Comparison:
         return "\n".join(lines)
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """The table, for notebooks."""
-        return preformatted(str(self))
 
     def _remark(self, row: Compared) -> str:
         if row is self.best:

@@ -11,14 +11,13 @@ from itertools import pairwise
 from math import isclose
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.extend import View
 from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, beside
-from fxpipe.extensions.tables import preformatted
 from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -326,9 +325,9 @@ class Simulation:
         counts = f"{plural(self.devices, 'device')}, {plural(self.steps, 'step')}"
         return f"<Simulation of {self.program.name}, {what}: {counts}>"
 
-    def _repr_html_(self) -> str:
-        """The table, for notebooks."""
-        return preformatted(str(self))
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show notebooks the table."""
+        printer.text(str(self))
 
 
 def task_of(instruction: ins.Instruction) -> Task:
