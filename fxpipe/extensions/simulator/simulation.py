@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from math import isclose
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,8 +31,17 @@ if TYPE_CHECKING:
 
 _READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
-_FIRST, _LAST = 17, 512
-"""How many steps ``Simulation.steady`` simulates first, and how many not any more."""
+
+class Steady(NamedTuple):
+    """What steps take in the long run.
+
+    Attributes:
+        period: the time of a step.
+        bubble: the share of the devices' time that is idle.
+    """
+
+    period: float
+    bubble: float
 
 
 class TransferSpan(NamedTuple):
@@ -277,12 +285,23 @@ class Simulation:
 
     @cached_property
     def steady(self) -> Steady:
-        """What steps take in the long run.
+        """What steps take in the long run, by the later half of many.
 
         Raises:
             InputError: it is a measured run, which cannot go on.
         """
-        return _steady_state(self)
+        if self.again is None:
+            raise InputError("a measured run cannot go on; simulate the program with its costs")
+        depth = self.window.depth
+        half = 6 * (depth + 1)  # steps alternate, if at all, over as many as a task reaches back
+        longer = self.again(2 * half + depth + 1)
+        done: defaultdict[int, float] = defaultdict(float)
+        for span in longer.spans:
+            batch: int = span.instruction.batch
+            done[batch] = max(done[batch], span.end)
+        period = (done[2 * half] - done[half]) / half  # of batches before those of the flush
+        work = sum(longer.busy) / longer.steps
+        return Steady(period, 1 - work / (longer.devices * period) if period else 0.0)
 
     @cached_property
     def costs(self) -> dict[tuple[str, int], float]:
@@ -426,75 +445,6 @@ def _idle_time(simulation: Simulation, device: int) -> Idle:
     known = warm_up + drain + sum(waiting.values()) + sum(copying.values()) + meeting + summing
     waiting, copying = ({d: t for d, t in times.items() if t} for times in (waiting, copying))
     return Idle(warm_up, drain, waiting, copying, meeting, summing, max(total - known, 0))
-
-
-@dataclass(frozen=True)
-class Steady:
-    """What steps take in the long run.
-
-    Attributes:
-        period: the time of a step.
-        bubble: the share of the devices' time that is idle.
-        cycle: after how many steps everything repeats, later by a fixed time; 0 if nothing did
-            within the steps that were tried. The period is then the mean of their later half.
-    """
-
-    period: float
-    bubble: float
-    cycle: int
-
-
-def _steady_state(simulation: Simulation) -> Steady:
-    """Simulate more and more steps until every instruction repeats.
-
-    The times follow from maxima and sums, and such a system repeats itself after finitely many
-    steps (Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992). A step depends
-    only on the ``depth + 1`` steps before it, so once that many repeat, all later ones do.
-
-    Raises:
-        InputError: the run was measured.
-    """
-    if simulation.again is None:
-        raise InputError("a measured run cannot go on; simulate the program with its costs")
-    depth = simulation.window.depth
-    steps, cycle = _FIRST + depth, 0
-    while not cycle and steps < _LAST:
-        longer = simulation.again(steps)
-        windows = [_ends(longer, step) for step in range(depth, steps)]
-        cycle = _cycle(windows, depth + 1)
-        steps *= 2
-    apart = cycle or len(windows) // 2
-    period = (max(windows[-1]) - max(windows[-1 - apart])) / apart
-    work = sum(longer.busy) / longer.steps
-    return Steady(period, 1 - work / (longer.devices * period) if period else 0.0, cycle)
-
-
-def _ends(simulation: Simulation, step: int) -> list[float]:
-    """The ends of the instructions of one whole step, on all devices. The first ``depth`` steps
-    lack the tasks of earlier batches."""
-    ends: list[float] = []
-    depth = simulation.window.depth
-    for list_, all_ends in zip(simulation.window.lists, simulation.events.ends, strict=True):
-        lead = sum(depth + instruction.batch for instruction in list_)
-        first = lead + (step - depth) * len(list_)
-        ends += all_ends[first : first + len(list_)]
-    return ends
-
-
-def _cycle(windows: Sequence[Sequence[float]], reach: int) -> int:
-    """How many steps apart the last ``reach`` steps repeat; 0 if they do not."""
-    for cycle in range(1, (len(windows) - reach) // 2 + 1):
-        if all(_repeats(windows[-k - cycle], windows[-k]) for k in range(1, reach + 1)):
-            return cycle
-    return 0
-
-
-def _repeats(earlier: Sequence[float], later: Sequence[float]) -> bool:
-    """Whether everything happens again, later by one fixed time."""
-    return all(
-        isclose(b - a, later[0] - earlier[0], rel_tol=1e-9, abs_tol=1e-12 * abs(b))
-        for a, b in zip(earlier, later, strict=True)
-    )
 
 
 def _peak_versions(program: Program) -> tuple[int, ...]:
