@@ -65,7 +65,7 @@ def schedule_grid(
 class _Grid:
     """A timeline in columns of characters."""
 
-    def __init__(self, schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> None:
+    def __init__(self, schedule: Schedule, timeline: Timeline, marks: FaultMarks) -> None:
         self._tags_stages = schedule.stages > schedule.devices
         self._steps = timeline.steps
         self._marks = marks
@@ -128,7 +128,7 @@ class _Grid:
             row[self._column(tick * self._unit)] = "."
         return row
 
-    def _put(self, span: Bar[Task]) -> None:
+    def _put(self, span: Bar) -> None:
         start, stop = self._column(span.start), self._column(span.end)
         room = stop - start
         name = self._name(span)
@@ -138,7 +138,7 @@ class _Grid:
         if start and (span.device, span.position) in self._joined:
             self._rows[span.device][start - 1] = "&"
 
-    def _name(self, span: Bar[Task]) -> str:
+    def _name(self, span: Bar) -> str:
         task = span.task
         stage = task.stage if self._tags_stages else None
         name = str(Task(task.kind, task.microbatch, None, 0 if self._steps else task.batch))

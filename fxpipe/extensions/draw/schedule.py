@@ -35,7 +35,7 @@ from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.extensions.tables import time_text
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task
+from fxpipe.ir.task import KINDS
 from fxpipe.ir.walk import Place
 
 WITH_ARROWS = 1000
@@ -87,7 +87,7 @@ class _Shown:
 
     title: str
     drawn: Schedule | Program
-    timeline: Timeline[Task]
+    timeline: Timeline
     boxes: TaskStyles
     marks: FaultMarks
     transfers: Sequence[TransferSpan] = ()
@@ -205,7 +205,7 @@ def _draw_tasks(charts: Sequence[Chart], shown: _Shown, fitted: ChartScale) -> b
     return whole
 
 
-def _draw_pairs(charts: Sequence[Chart], timeline: Timeline[Task]) -> None:
+def _draw_pairs(charts: Sequence[Chart], timeline: Timeline) -> None:
     """Draw a border around both tasks of each pair, as in DualPipe's figures."""
     for first, then in pairwise(timeline.spans if timeline.joined else ()):
         if (then.device, then.position) in timeline.joined:
@@ -214,7 +214,7 @@ def _draw_pairs(charts: Sequence[Chart], timeline: Timeline[Task]) -> None:
                 chart.canvas.box(corner, chart.x(end) - corner[0], chart.row_height, _PAIR)
 
 
-def _crossed(charts: Sequence[Chart], span: Bar[Task]) -> list[tuple[Chart, float, float]]:
+def _crossed(charts: Sequence[Chart], span: Bar) -> list[tuple[Chart, float, float]]:
     """The lines that a task crosses, with its start and end in each."""
     crossed = [
         (chart, max(span.start, chart.start), min(span.end, chart.end))
@@ -238,7 +238,7 @@ def _row_label(drawn: Schedule | Program, device: int) -> str:
     return f"device {device} ({'stage' if len(held) == 1 else 'stages'} {shown})"
 
 
-def _title(schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> str:
+def _title(schedule: Schedule, timeline: Timeline, marks: FaultMarks) -> str:
     parts = [schedule.name, f"p = {schedule.devices}", f"m = {schedule.microbatches}"]
     if any(schedule.delays):
         least, most = min(schedule.delays), max(schedule.delays)
@@ -254,7 +254,7 @@ def _title(schedule: Schedule, timeline: Timeline[Task], marks: FaultMarks) -> s
     return " · ".join(parts)
 
 
-def _caption(timeline: Timeline[Task]) -> str:
+def _caption(timeline: Timeline) -> str:
     """``time, with F = 1, B = 2``; if times differ, ``F = 1 to 1.5``."""
     times: dict[str, set[float]] = {letter: set() for letter in KINDS}
     for span in timeline.bars:

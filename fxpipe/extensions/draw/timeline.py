@@ -1,13 +1,12 @@
-"""Timelines: when tasks and instructions run, for pictures and grids."""
+"""Timelines: when tasks run, for pictures and grids."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.draw.chart import FaultMarks, marks_of
@@ -17,15 +16,14 @@ from fxpipe.extensions.simulator.pairs import pairs_in
 from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task, usual_cost
+from fxpipe.ir.task import Task, usual_cost
 from fxpipe.ir.value import Buffer
-from fxpipe.ir.walk import Place, Wait, Waits, key_index, needs_of, walk
+from fxpipe.ir.walk import Wait, needs_of, walk
+from fxpipe.verify.tasks import Window
 
-T = TypeVar("T")
 
-
-class Bar(NamedTuple, Generic[T]):
-    """A task or an instruction with its start and end.
+class Bar(NamedTuple):
+    """A task with its start and end.
 
     ``device`` is its row, a device or one stream of it, and ``position`` its index in the row.
     """
@@ -34,12 +32,12 @@ class Bar(NamedTuple, Generic[T]):
     position: int
     start: float
     end: float
-    task: T
+    task: Task
 
 
 @dataclass(frozen=True)
-class Timeline(Generic[T]):
-    """All tasks or instructions of some rows, row by row in order.
+class Timeline:
+    """All tasks of some rows, row by row in order.
 
     Attributes:
         devices: the number of rows.
@@ -52,8 +50,8 @@ class Timeline(Generic[T]):
     """
 
     devices: int
-    spans: tuple[Bar[T], ...]
-    unrun: tuple[Bar[T], ...] = ()
+    spans: tuple[Bar, ...]
+    unrun: tuple[Bar, ...] = ()
     simulation: Simulation | None = None
     beside: tuple[tuple[int, str], ...] = ()
     joined: frozenset[tuple[int, int]] = frozenset()
@@ -64,14 +62,14 @@ class Timeline(Generic[T]):
         return 0 if self.simulation is None else self.simulation.steps
 
     @property
-    def bars(self) -> tuple[Bar[T], ...]:
+    def bars(self) -> tuple[Bar, ...]:
         """All of them."""
         return (*self.spans, *self.unrun)
 
     @cached_property
-    def stuck(self) -> tuple[Bar[T], ...]:
+    def stuck(self) -> tuple[Bar, ...]:
         """The task at which each stuck device waits for ever."""
-        first: dict[int, Bar[T]] = {}
+        first: dict[int, Bar] = {}
         for span in self.unrun:
             first.setdefault(span.device, span)
         return tuple(first.values())
@@ -82,7 +80,7 @@ class Timeline(Generic[T]):
         return max((span.end for span in self.bars), default=0.0)
 
 
-def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
+def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline:
     """The timeline of a simulation, with its times multiplied by ``unit``."""
     spans = [
         Bar(s.device, s.position, s.start * unit, s.end * unit, task_of(s.instruction))
@@ -103,7 +101,7 @@ def simulated(simulation: Simulation, unit: float = 1.0) -> Timeline[Task]:
 
 def timeline_of(
     schedule: Schedule, costs: Costs | None = None, steps: int | None = None
-) -> tuple[Timeline[Task], FaultMarks]:
+) -> tuple[Timeline, FaultMarks]:
     """Return the timeline of a schedule, valid or not, and its faults.
 
     Communication takes no time. A valid schedule is simulated; an invalid one is one window in
@@ -128,75 +126,51 @@ def steps_to_show(schedule: Schedule) -> int:
     return schedule.depth + 2 + max(schedule.delays) if schedule.overlaps else 1
 
 
-def sketch(rows: Sequence[Sequence[T]], cost: Callable[[T], float], waits: Waits) -> Timeline[T]:
-    """Return the timeline of ``rows``, in which each item starts as soon as the item before it in
-    its row and all items that it waits for are done."""
-    spans: list[list[Bar[T]]] = [[] for _ in rows]
-    awaited = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
-    for row, own in enumerate(waits):
-        for position, source, on in own:
-            awaited[row, position].append((source, on))
-
-    def clock(row: int, position: int) -> float:
-        before = [*awaited[row, position], *([(row, position - 1)] if position else [])]
-        start = max((spans[source][on].end for source, on in before), default=0.0)
-        item = rows[row][position]
-        spans[row].append(Bar(row, position, start, start + cost(item), item))
-        return spans[row][-1].end
-
-    walk(list(map(len, rows)), waits, clock)
-    unrun: list[Bar[T]] = []
-    for row, items in enumerate(rows):
-        free = spans[row][-1].end if spans[row] else 0.0
-        for position in range(len(spans[row]), len(items)):
-            start, free = free, free + cost(items[position])
-            unrun.append(Bar(row, position, start, free, items[position]))
-    return Timeline(len(rows), tuple(chain.from_iterable(spans)), tuple(unrun))
-
-
-def _refused(schedule: Schedule, costs: Costs | None) -> Timeline[Task]:
-    """The timeline of one window, as if all tasks of earlier windows had run.
-
-    An update waits for its own stage alone.
-    """
+def _refused(schedule: Schedule, costs: Costs | None) -> Timeline:
+    """The timeline of one window, as if all tasks of earlier windows had run: each task starts as
+    soon as the one before it and those of its batch that it needs are done. An update waits for its
+    own stage alone."""
     times = times_of(schedule.stages, schedule.kinds, costs)
     each = each_of(costs, schedule.microbatches)
+    spans: list[list[Bar]] = [[] for _ in schedule.rows]
+    waits = _waits(schedule)
+    awaited = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+    for device, own in enumerate(waits):
+        for position, there, on in own:
+            awaited[device, position].append((there, on))
 
-    def cost(task: Task) -> float:
+    def bar(device: int, position: int, start: float) -> Bar:
+        task = schedule.rows[device][position]
         stage, i = (-1 if n is None else n for n in (task.stage, task.microbatch))
-        return each.get((task.kind, stage, i), times.get((task.kind, stage), usual_cost(task.kind)))
+        time = times.get((task.kind, stage), usual_cost(task.kind))
+        return Bar(device, position, start, start + each.get((task.kind, stage, i), time), task)
 
-    return sketch(schedule.rows, cost, _waits(schedule))
+    def clock(device: int, position: int) -> float:
+        before = [spans[there][on].end for there, on in awaited[device, position]]
+        before += [bar.end for bar in spans[device][-1:]]
+        spans[device].append(bar(device, position, max(before, default=0.0)))
+        return spans[device][-1].end
+
+    walk(list(map(len, schedule.rows)), waits, clock)
+    unrun: list[Bar] = []
+    for device, row in enumerate(schedule.rows):
+        free = spans[device][-1].end if spans[device] else 0.0
+        for position in range(len(spans[device]), len(row)):
+            unrun.append(bar(device, position, free))
+            free = unrun[-1].end
+    return Timeline(schedule.devices, tuple(chain.from_iterable(spans)), tuple(unrun))
 
 
 def _waits(schedule: Schedule) -> list[list[Wait]]:
-    """What each task waits for; one whose input nothing produces waits for itself, so for ever."""
+    """What each well-formed task waits for: those of its batch that it needs, if they are there."""
     # The header may claim any number of micro-batches; at most as many as tasks have one here.
     few = min(schedule.microbatches, sum(map(len, schedule.rows)))
-    needs, stages = needs_of(replace(schedule, microbatches=few)), range(schedule.stages)
-    places: dict[tuple[str, int | None, int | None, int], Place] = {}
-    for device, row in enumerate(schedule.rows):
-        for position, task in enumerate(row):
-            key = task.kind, key_index(schedule, task, device), task.stage, task.batch
-            places.setdefault(key, Place(device, position))
-
-    def awaited(task: Task, here: Place) -> list[Place]:
-        stage, batch = task.stage, task.batch
-        if stage is None or stage not in stages or task.kind not in KINDS:
-            return []
-        sources: list[Place] = []
-        produced: bool | None = None  # whether another stage produces its input; None: none has to
-        for kind, i, there in needs((task.kind, key_index(schedule, task, here.device), stage)):
-            on = places.get((kind, i, there, batch))
-            if on is not None:
-                sources.append(on)
-            if there != stage and there in stages:
-                produced = produced or on is not None
-        if produced is False and batch >= 0 and task.microbatch is not None:
-            sources.append(here)
-        return sources
-
-    return [
-        [(at, *on) for at, task in enumerate(row) for on in awaited(task, Place(device, at))]
-        for device, row in enumerate(schedule.rows)
-    ]
+    schedule = replace(schedule, microbatches=few)
+    needs, spots = needs_of(schedule), Window(schedule).spots
+    waits: list[list[Wait]] = [[] for _ in schedule.rows]
+    for key, at in spots.items():
+        needed = [spots[other] for other in needs(key) if other in spots]
+        waits[at.device] += [
+            (at.position, on.device, on.position) for on in needed if on.batch == at.batch
+        ]
+    return waits

@@ -26,7 +26,7 @@ def plan_sizes(
     state: Mapping[str, Tensor],
     optimizers: Sequence[Optimizer | None],
     *,
-    early: float = 0,
+    early: int = 0,
     elsewhere: Collection[int] = (),
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 from fxpipe.extensions.simulator.simulation import Simulation
@@ -46,8 +45,8 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
 
     While a graph runs whose workspace is known, its memory is the most that its nodes hold. For
     other instructions, outputs count from the start, and inputs that are used up count until the
-    end. A value that arrives counts from its receive, or, with ``sizes.early``, from its arrival or
-    from when its receive is posted. Memory that several buffers share counts once, until the last
+    end. A value that arrives counts from its receive, or, with ``sizes.early``, from when that
+    is posted. Memory that several buffers share counts once, until the last
     of them is gone. Devices with streams take and free memory in the order of their launches.
     """
     program = simulation.launched or simulation.program
@@ -77,27 +76,19 @@ def _early(
     simulation: Simulation, holding: Holding, starts: Sequence[float]
 ) -> list[tuple[float, int, int]]:
     """For each value that is in memory before its receive: since when, the position of its receive
-    and its bytes."""
-    most = holding.sizes.early
-    if not most:
+    and its bytes. Its memory is taken when its receive is posted, at an earlier receive."""
+    if not (ahead := holding.sizes.early):
         return []
-    list_, sizes = holding.program.lists[holding.device], holding.sizes
-    received = {x.buffer: at for at, x in enumerate(list_) if isinstance(x, ins.Receive)}
-    if most < inf:  # its memory is taken when its receive is posted, at an earlier receive
-        ahead = int(most)
-        places: defaultdict[int, list[int]] = defaultdict(list)
-        posted = []
-        for buffer, at in received.items():
-            before = places[simulation.program.ends_of(buffer)[0]]
+    list_ = holding.program.lists[holding.device]
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    posted = []
+    for at, x in enumerate(list_):
+        if isinstance(x, ins.Receive):
+            before = places[simulation.program.ends_of(x.buffer)[0]]
             since = starts[before[-ahead]] if len(before) >= ahead else 0.0
-            posted.append((since, at, sizes.crossing(buffer)))
+            posted.append((since, at, holding.sizes.crossing(x.buffer)))
             before.append(at)
-        return sorted(posted)
-    return sorted(
-        (transfer.end, received[buffer], sizes.crossing(buffer))
-        for buffer, transfer in simulation.events.transfers.items()
-        if transfer.target == holding.device and buffer in received
-    )
+    return sorted(posted)
 
 
 def _memory(simulation: Simulation, holding: Holding) -> Memory:

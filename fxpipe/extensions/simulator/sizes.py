@@ -112,9 +112,8 @@ class Sizes:
         runs: letter of a task and stage → what its graph adds while it runs. If missing, outputs
             count from its start, and inputs that it uses up until its end.
         adding: the same for a task that adds to sums of gradients that are there already.
-        early: how many values from each other device may be in memory before their receives.
-            Infinite on ranks, which read a value as soon as it arrives; on ranks with streams as
-            many receives as they post ahead.
+        early: how many values from each other device may be in memory before their receives: on
+            ranks as many receives as they post ahead.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)
@@ -134,7 +133,7 @@ class Sizes:
     places: Mapping[tuple[int, str, bool], Storage] = field(default_factory=dict)
     runs: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
-    early: float = 0
+    early: int = 0
 
     def crossing(self, buffer: Buffer) -> int:
         """Bytes that cross to another device: a value; parameters and buffers, which a stage gives

@@ -82,8 +82,8 @@ def test_faults_are_marked_and_listed() -> None:
     grid = Schedule("broken", 1, (0, 1), rows).grid()
     lines = grid.splitlines()[1:]
     assert lines == [
-        "0: F0-- B0?------ U?",
-        "1: F1?! B0?!----- F0?- U?",
+        "0: F0- B0?---- U?",
+        "1: F1! B0?!--- F0? U?",
         "! device 1, position 0, F1@1: there is no micro-batch 1; name one of the 1, from 0",
         "! device 1, position 1, B0@1: it comes before F0@1, position 2, which it needs; "
         "move it behind that",

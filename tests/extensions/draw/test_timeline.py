@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fxpipe.errors import FxpipeError, InputError
-from fxpipe.extensions.draw.timeline import Timeline, sketch, timeline_of
+from fxpipe.extensions.draw.timeline import Timeline, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
@@ -16,7 +16,7 @@ from fxpipe.schedules import gpipe, one_f_one_b
 from tests.oracles import small_simulator
 
 
-def walk(schedule: Schedule, costs: Costs | None = None, *, steps: int = 1) -> Timeline[Task]:
+def walk(schedule: Schedule, costs: Costs | None = None, *, steps: int = 1) -> Timeline:
     return timeline_of(schedule, costs, steps)[0]
 
 
@@ -53,9 +53,15 @@ def test_a_cycle_is_stuck_and_ends() -> None:
     assert len(timeline.unrun) == 7
 
 
-def test_what_no_device_computes_is_waited_for_for_ever() -> None:
+def test_what_waits_for_a_task_behind_it_is_stuck() -> None:
+    timeline = walk(Schedule("behind", 1, (0,), ((B(0, 0), F(0, 0), U(0)),)))
+    assert [str(span.task) for span in timeline.stuck] == ["B0@0"]
+    assert [span.start for span in timeline.unrun] == [0, 2, 3]
+
+
+def test_what_no_device_computes_is_not_waited_for() -> None:
     timeline = walk(Schedule("gap", 1, (0, 1), ((), (F(0, 1), B(0, 1)))))
-    assert [str(span.task) for span in timeline.stuck] == ["F0@1"]
+    assert [(span.start, str(span.task)) for span in timeline.spans] == [(0, "F0@1"), (1, "B0@1")]
 
 
 def test_what_an_earlier_window_held_has_run_already() -> None:
@@ -102,20 +108,6 @@ def test_an_empty_schedule_takes_no_time() -> None:
     assert (timeline.end, timeline.spans) == (0, ())
 
 
-def starts(rows: list[list[float]], waits: list[list[tuple[int, int, int]]]) -> list[list[float]]:
-    """Row → when its items, given as their times, start."""
-    found: list[list[float]] = [[] for _ in rows]
-    for span in sketch(rows, lambda time: time, waits).spans:
-        found[span.device].append(span.start)
-    return found
-
-
-def test_rows_start_as_soon_as_what_they_need_is_done() -> None:
-    assert starts([[2, 1], [1, 1]], [[(1, 1, 1)], [(1, 0, 0)]]) == [[0, 3], [0, 2]]
-    # what waits for itself waits for ever, and so does who waits for it
-    assert starts([[1, 1], [1]], [[(1, 0, 1)], [(0, 0, 1)]]) == [[0], []]
-
-
 @given(
     st.sampled_from(sorted(RECIPES)),
     st.integers(1, 5),
@@ -139,7 +131,7 @@ def test_a_valid_schedule_runs_as_a_simulator_of_a_few_lines_runs_it(
         assert_runs_as(walk(schedule, takes), small_simulator.simulate(schedule, takes))
 
 
-def assert_runs_as(timeline: Timeline[Task], expected: small_simulator.Timeline) -> None:
+def assert_runs_as(timeline: Timeline, expected: small_simulator.Timeline) -> None:
     for device, own in enumerate(expected):
         drawn = [(s.start, s.end) for s in timeline.spans if s.device == device and works(s.task)]
         assert drawn == [(ran.start, ran.end) for ran in own if works(ran.task)]
