@@ -24,7 +24,6 @@ import fxpipe
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Grid, Report, timed
 from examples.unet import UNet
-from fxpipe.ir.plan import Bucket
 
 TASK = 0.04
 """Seconds of a forward and of a backward on a virtual device."""
@@ -37,14 +36,14 @@ UNET_BLOCK = 5
 """The number of steps of one schedule before the other takes its turn."""
 
 
-def lengthen(kernel: Any, buckets: Sequence[Bucket] = ()) -> None:
+def lengthen(kernel: Any, buckets: Sequence[tuple[int, ...]] = ()) -> None:
     """Make a stage's forward and backward sleep until they have taken as long as a task; each
-    bucket of gradients takes its share of that."""
+    bucket of gradients takes an equal part of that."""
 
     def slow(run: Callable[..., Any]) -> Callable[..., Any]:
         def slowly(*args: Any) -> Any:
             parted = bool(args) and args[0] in ("B", "W")
-            share = buckets[args[1]].shares[args[0]] if parted else 1
+            share = 1 / len(buckets) if parted else 1
             end = time.perf_counter() + share * TASK
             made = run(*args)
             time.sleep(max(end - time.perf_counter(), 0))

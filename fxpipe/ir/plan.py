@@ -102,20 +102,6 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Gradients of a stage that are summed over the replicas together.
-
-    Attributes:
-        parameters: the positions of their parameters in the stage's ``parameters``.
-        shares: letter of a backward task → the share of its time from where the bucket before was
-            complete to where this one is.
-    """
-
-    parameters: tuple[int, ...]
-    shares: Mapping[str, float] = field(default_factory=dict, compare=False)
-
-
-@dataclass(frozen=True)
 class Stage:
     """One stage: a functional graph, and all that it reads.
 
@@ -133,8 +119,8 @@ class Stage:
         modules: the submodules of the model that it runs, for tables and pictures.
         costs: its times on the example, if measured.
         kernel: the kernel that runs it, once the stage is differentiated.
-        buckets: its gradients in the order in which its backward completes them; empty where all
-            are summed together.
+        buckets: the positions in ``parameters`` of those whose gradients replicas sum together, in
+            the order in which its backward completes them; empty where all are summed together.
     """
 
     index: int
@@ -146,7 +132,7 @@ class Stage:
     modules: tuple[str, ...] = field(default=(), compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
     kernel: Kernel | None = field(default=None, compare=False, repr=False)
-    buckets: tuple[Bucket, ...] = field(default=(), compare=False, repr=False)
+    buckets: tuple[tuple[int, ...], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -220,7 +206,7 @@ class Plan:
     @property
     def buckets(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Stage → the parameters of each of its buckets of gradients."""
-        return tuple(tuple([b.parameters for b in stage.buckets]) for stage in self.stages)
+        return tuple([stage.buckets for stage in self.stages])
 
     @property
     def results(self) -> frozenset[str]:

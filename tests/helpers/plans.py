@@ -12,7 +12,7 @@ from torch import fx
 
 from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Bucket, Plan, Stage
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
@@ -47,7 +47,7 @@ def chain_program(
     schedule: Schedule,
     *,
     replicas: int = 1,
-    buckets: Mapping[int, Sequence[Bucket]] | None = None,
+    buckets: Mapping[int, Sequence[tuple[int, ...]]] | None = None,
 ) -> Program:
     """A schedule lowered over a chain; several replicas sum their gradients, in these buckets."""
     plan = chain(schedule.stages)

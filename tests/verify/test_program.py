@@ -13,7 +13,7 @@ import pytest
 from fxpipe.errors import VerificationError
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.instruction import every_opcode
-from fxpipe.ir.plan import Bucket, Plan
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
@@ -101,7 +101,7 @@ def stepped(
     stages = schedule.stages
     plan = skipping(stages) if stages > 2 else chain(stages)
     if buckets:
-        own = tuple(Bucket((k,)) for k in range(3))
+        own = tuple((k,) for k in range(3))
         plan = replace(plan, stages=tuple([replace(stage, buckets=own) for stage in plan.stages]))
     return lowered(schedule, plan, updates=updates, pause=pause, shards=shards)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe.ir.plan import Bucket, Plan, Stage
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import BucketGraph, GraphKernel
 from fxpipe.passes.differentiate.extract import (
     ancestors,
@@ -56,20 +56,15 @@ def _parted(stage: Stage, bucket_bytes: float) -> Stage:
         return stage
     members[-1] += [index for index, has in enumerate(kernel.parameter_gradients) if not has]
     graphs: dict[str, list[BucketGraph]] = {}
-    shares: list[dict[str, float]] = [{} for _ in members]
     for kind, graph, inputs in (
         ("B", kernel.functional_backward, kernel.input_gradients),
         ("W", kernel.functional_weight_grad, 0),
     ):
-        if graph is None:
-            continue
-        name = f"Stage{stage.index}Bucket{kind}"
-        graphs[kind], costs = _split(deepcopy(graph), members, trained, inputs, name)
-        total = sum(costs)
-        for share, cost in zip(shares, costs, strict=True):
-            share[kind] = cost / total if total else 1 / len(members)
-    buckets = map(Bucket, map(tuple, members), shares)
-    return replace(stage, kernel=replace(kernel, buckets=graphs), buckets=tuple(buckets))
+        if graph is not None:
+            name = f"Stage{stage.index}Bucket{kind}"
+            graphs[kind] = _split(deepcopy(graph), members, trained, inputs, name)
+    buckets = tuple(map(tuple, members))
+    return replace(stage, kernel=replace(kernel, buckets=graphs), buckets=buckets)
 
 
 def _filled(
@@ -95,8 +90,8 @@ def _split(
     trained: Sequence[int],
     inputs: int,
     name: str,
-) -> tuple[list[BucketGraph], list[int]]:
-    """The graph of each bucket, and the bytes that it computes, which its time goes by.
+) -> list[BucketGraph]:
+    """The graph of each bucket.
 
     A graph computes what its gradients need and no graph before it has computed; the last graph
     computes all the rest.
@@ -114,7 +109,6 @@ def _split(
     early = set(arguments)
     rest = [node for node in graph.nodes if node.op == "call_function"]
     graphs: list[BucketGraph] = []
-    costs: list[int] = []
     for number, bucket in enumerate(buckets):
         parameters = tuple([index for index in sorted(bucket) if index in gradient_of])
         gradients = [gradient_of.pop(index) for index in parameters]
@@ -130,14 +124,8 @@ def _split(
         taken = extract(arguments, nodes, [*handed_on, *gradients])
         module = runnable(taken, name, len(handed_on))
         graphs.append(BucketGraph(module, len(handed_on), parameters))
-        costs.append(sum(map(_bytes, nodes)))
         arguments = handed_on
-    return graphs, costs
-
-
-def _bytes(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return value.nbytes if isinstance(value, torch.Tensor) and not shares_memory(node) else 0
+    return graphs
 
 
 def _maker(node: Any) -> fx.Node:

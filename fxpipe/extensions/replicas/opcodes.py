@@ -142,7 +142,7 @@ class PartialBackward(Compute):
         part = machine.kernel(stage, i, batch).partial_backward
         store.values[buffer], sums = part(kind, bucket, left, machine.totals(self))
         complete: list[Tensor | None] = [None] * len(sums)
-        for index in machine.stages[stage].buckets[bucket].parameters:
+        for index in machine.stages[stage].buckets[bucket]:
             complete[index], sums[index] = sums[index], None
         store.gradients[stage, batch] = sums
         batch, replicas = machine.step + batch, machine.channels.replicas

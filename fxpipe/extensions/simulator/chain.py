@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpipe.extend import find
 from fxpipe.extensions.simulator.pairs import pairs_in, start_together
-from fxpipe.ir.plan import Bucket, Plan, Stage
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Edge
@@ -20,7 +20,7 @@ from fxpipe.passes.lowering.lower import Lower
 
 
 def chain(
-    stages: int, buckets: Mapping[int, Sequence[Bucket]] | None = None, slices: int = 1
+    stages: int, buckets: Mapping[int, Sequence[tuple[int, ...]]] | None = None, slices: int = 1
 ) -> Plan:
     """A plan of empty stages in a row: ``x`` → ``y0`` → ``y1`` → … → ``loss``.
 
@@ -49,7 +49,7 @@ def chain_program(
     *,
     frees: bool = True,
     replicas: int | None = None,
-    buckets: Mapping[int, Sequence[Bucket]] | None = None,
+    buckets: Mapping[int, Sequence[tuple[int, ...]]] | None = None,
 ) -> Program:
     """Lower a verified schedule over a chain of stages.
 

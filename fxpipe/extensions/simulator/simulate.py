@@ -236,9 +236,9 @@ def _run(
                         time -= time_saved
                     if isinstance(x, ins.Forward):
                         last[device] = stage, x.microbatch
-                parts = stage in program.buckets and letter in "BW"
-                now += time * share_of(x, program, sizes) if parts else time
-                sums = begun_by(x, program) if parts or letter in "AU" else None
+                parted = x.partial or getattr(x, "rest", False)
+                now += time / program.buckets[stage] if parted else time
+                sums = begun_by(x, program) if x.partial or letter in "AU" else None
                 if sums is not None:
                     move(sums, device, now, *ways.carry(sums, device, device, now))
             elif isinstance(x, ins.Send):
@@ -269,22 +269,6 @@ def _run(
                 now = max(now, meetings[meeting])
             ends.append(now)
     return events
-
-
-def share_of(instruction: ins.Instruction, program: Program, sizes: Sizes | None = None) -> float:
-    """The share of its task's time that an instruction takes; equal parts if none are known."""
-    match instruction:
-        case ins.Compute(stage, partial=True):
-            kind, bucket = instruction.letter or "", getattr(instruction, "bucket", 0)
-        case ins.Backward(stage, rest=True):
-            kind, bucket = "B", -1
-        case ins.WeightGrad(stage, rest=True):
-            kind, bucket = "W", -1
-        case _:
-            return 1
-    if sizes is None or stage not in sizes.buckets:
-        return 1 / program.buckets.get(stage, 1)
-    return sizes.buckets[stage][bucket].shares[kind]
 
 
 class _Ways:

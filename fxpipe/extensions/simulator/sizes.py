@@ -12,7 +12,6 @@ from fxpipe.ir.value import Buffer
 
 if TYPE_CHECKING:
     from fxpipe.extensions.simulator.sums import Summed
-    from fxpipe.ir.plan import Bucket
 
 Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""
@@ -101,7 +100,7 @@ class Sizes:
             trained.
         elements: stage → (number of elements, bytes of one) for each parameter's gradient. If
             missing, ``gradients`` counts as one gradient of single bytes.
-        buckets: stage → the buckets in which its gradients are summed over the replicas.
+        buckets: stage → the parameters of each bucket in which replicas sum its gradients.
         started: stage → bytes of earlier gradients to which the first ones of a step are added.
         optimizer: stage → bytes of its optimizer's state, and of all else that is always there.
         updating: stage → bytes that its update needs while it runs.
@@ -124,7 +123,7 @@ class Sizes:
     buffers: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, int] = field(default_factory=dict)
     elements: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
-    buckets: Mapping[int, Sequence[Bucket]] = field(default_factory=dict)
+    buckets: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     started: Mapping[int, int] = field(default_factory=dict)
     optimizer: Mapping[int, int] = field(default_factory=dict)
     updating: Mapping[int, int] = field(default_factory=dict)
@@ -149,7 +148,7 @@ class Sizes:
         """Bytes of the part of a stage's gradients, or of a bucket of them, that a replica sums."""
         whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
         if bucket is not None and stage in self.buckets:
-            whole = [whole[index] for index in self.buckets[stage][bucket].parameters]
+            whole = [whole[index] for index in self.buckets[stage][bucket]]
         if replicas == 1:
             return sum(count * size for count, size in whole)
         counts = Counter[int]()  # tensors of one data type are divided together

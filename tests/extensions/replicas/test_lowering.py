@@ -11,7 +11,6 @@ from fxpipe.extensions.clipping.opcodes import Clip, Norm
 from fxpipe.extensions.replicas import opcodes
 from fxpipe.extensions.replicas.lowering import add_reduce, gather_weights
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, define_task
@@ -44,8 +43,8 @@ def test_sums_over_replicas_begin_at_their_task_and_are_waited_for_before_the_ba
 def test_buckets_begin_to_be_summed_before_the_backward_ahead_of_the_reduce_is_through() -> None:
     plan = chain(2)
     first, second = plan.stages
-    first = replace(first, buckets=(Bucket((1,)), Bucket((0, 2))))
-    second = replace(second, buckets=tuple([Bucket((k,)) for k in range(3)]))
+    first = replace(first, buckets=((1,), (0, 2)))
+    second = replace(second, buckets=tuple([(k,) for k in range(3)]))
     plan = replace(plan, stages=(first, second))
     text = "schedule mine stages=2 microbatches=2 delay=0\nplace 0 | 1\n"
     text += "0: F0 F1 B0 B1 A U\n1: F0 I0 F1 I1 W0 W1 A U\n"

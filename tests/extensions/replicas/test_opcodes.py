@@ -12,7 +12,6 @@ from fxpipe.extensions.replicas.opcodes import (
     PartialBackward,
     ReduceScatter,
 )
-from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from tests.helpers.opcodes import assert_read_back, take_away
@@ -37,7 +36,7 @@ def test_every_instruction_is_read_back(word: str) -> None:
 @pytest.mark.parametrize("shards", [False, True])
 def test_the_program_of_replicas_is_read_back_and_verified(shards: bool) -> None:
     schedule = find_recipe("1f1b")(2, 2)
-    buckets = {0: [Bucket((0,)), Bucket((1,))]}
+    buckets = {0: [(0,), (1,)]}
     program = chain_program(schedule, replicas=2, buckets=buckets)
     program = gather_weights(program) if shards else program
     assert {*LINES} - program.opcodes == ({"gather_weights"} if not shards else set())

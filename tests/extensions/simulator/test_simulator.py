@@ -21,7 +21,6 @@ from fxpipe.extensions.simulator import Link, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.unroll import unroll
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.plan import Bucket
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -294,7 +293,7 @@ def every_opcode() -> list[Program]:
     programs = [paused, Lower(chain(2), replicas=2)(add_reduce(CLIPPING))]
     programs.append(gather_weights(programs[-1]))
     copied = chain_program(find_recipe("chimera")(2, 2))
-    parted = chain_program(add_reduce(CLIPPING), buckets={0: [Bucket((0,)), Bucket((1,))]})
+    parted = chain_program(add_reduce(CLIPPING), buckets={0: [(0,), (1,)]})
     return [whole(again, skipping(3)), *map(communicate, programs), copied, parted]
 
 
