@@ -164,7 +164,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "metrics": f"{_HERE}.metrics.meter:metrics",
         "sum_copies": f"{_HERE}.copies.lowering:SumCopies",
         "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
-        "step_peaks": f"{_HERE}.simulator.pipe:step_peaks",
         "table": f"{_HERE}.stage_table.table:stage_table",
         "events": f"{_HERE}.streams.events:Streams",
         "streams": f"{_HERE}.streams.launching:backend",

@@ -86,7 +86,7 @@ class Compiler:
         with self._compiling(f"{name} for a {kind.purpose} of {size} samples"):
             compiled = self._compile(micro, kind)
             while kind.purpose == "step" and not self._placement.judged:
-                if self._placement.keeps_limits(self._peaks(compiled, kind.updates)):
+                if self._placement.keeps_limits(self._peaks(compiled)):
                     break
                 self._forget()
                 compiled = self._compile(micro, kind)
@@ -237,10 +237,11 @@ class Compiler:
         """Stage → load; empty before the model is measured and partitioned."""
         return self._placement.loads
 
-    def _peaks(self, compiled: Compiled, updates: bool) -> list[float]:
+    def _peaks(self, compiled: Compiled) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step."""
-        peaks = find("option", "step_peaks", "memory_limits=")
-        return [*map(float, peaks(compiled, self.options, updates))]
+        peaks = find("option", "peaks", "memory_limits=")
+        state = compiled.traced.state_of(self.options.model)
+        return [*map(float, peaks(compiled, self.options, state))]
 
     def _program(
         self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool

@@ -29,11 +29,7 @@ from fxpipe.extensions.planner.candidates import (
 from fxpipe.extensions.planner.resized import Resized
 from fxpipe.extensions.simulator.away import away_rates
 from fxpipe.extensions.simulator.costs import Times, measured_costs
-from fxpipe.extensions.simulator.pipe import (
-    given_links,
-    predict_step,
-    step_sizes,
-)
+from fxpipe.extensions.simulator.pipe import given_links, held_sizes, predict_step
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
@@ -178,8 +174,8 @@ class Stages:
     def _held(self, samples: int) -> Sizes:
         """The bytes that these stages hold, for micro-batches of this size."""
         if samples not in self._sizes:
-            call = self._at(samples)
-            self._sizes[samples] = step_sizes(call, self.compiler.options, self._updates)
+            call, options = self._at(samples), self.compiler.options
+            self._sizes[samples] = held_sizes(call, options, call.traced.state_of(options.model))
         return self._sizes[samples]
 
     def _lowered(self, candidate: Candidate, *, sized: bool) -> Program:

@@ -129,7 +129,7 @@ def held(pipe: Pipeline, compiled: Compiled) -> Sizes:
     """The bytes of what the stages and their optimizers hold, on all ranks."""
     progress = pipe._engine.progress
     state, optimizers = progress.state_of(compiled.traced), progress.optimizers_of(compiled.plan)
-    return held_sizes(compiled, pipe._options, state, optimizers, stepping=True)
+    return held_sizes(compiled, pipe._options, state, optimizers)
 
 
 @contextmanager
@@ -192,19 +192,11 @@ def peaks(
     compiled: Compiled,
     options: Options,
     state: Mapping[str, Tensor],
-    own: Sequence[Optimizer | None],
+    own: Sequence[Optimizer | None] | None = None,
 ) -> list[int]:
-    """Device → the most bytes that it is predicted to hold in a step; see ``held_sizes``."""
-    return _peaks(compiled, held_sizes(compiled, options, state, own, stepping=True))
-
-
-def step_peaks(compiled: Compiled, options: Options, updates: bool) -> list[int]:
-    """Device → the most bytes that it is predicted to hold in a step; see ``step_sizes``."""
-    return _peaks(compiled, step_sizes(compiled, options, updates))
-
-
-def _peaks(compiled: Compiled, sizes: Sizes) -> list[int]:
-    """If nothing was measured, tasks take units of time."""
+    """Device → the most bytes that it is predicted to hold in a step; see ``held_sizes``. If
+    nothing was measured, tasks take units of time."""
+    sizes = held_sizes(compiled, options, state, own)
     costs = None if measured_costs(compiled.plan) else {"F": 1.0}
     predicted = predict_step(compiled.plan, compiled.whole(), sizes, costs)
     return [memory.peak for memory in predicted.memory]
@@ -214,20 +206,19 @@ def held_sizes(
     compiled: Compiled,
     options: Options,
     state: Mapping[str, Tensor],
-    own: Sequence[Optimizer | None] | None,
-    *,
-    stepping: bool,
+    own: Sequence[Optimizer | None] | None = None,
 ) -> Sizes:
     """Count the bytes that the stages of all processes and their optimizers hold.
 
+    Optimizers that this process does not have are made, only to be counted. If they are sharded,
+    all are made, with the parameters of the replica that has the largest share.
+
     Args:
         state: name in the model → parameter or buffer.
-        own: stage → the optimizer that this process has; None if it has none yet.
-        stepping: whether optimizers step. Those that this process does not have are then made, only
-            to be counted. If they are sharded, all are made, with the parameters of the replica
-            that has the largest share.
+        own: stage → the optimizer that this process has; None if it has none yet. Without
+            ``optimizer=``, the state of an Adam that the caller steps is then included.
     """
-    plan, given = compiled.plan, options.optimizer if stepping else None
+    plan, given = compiled.plan, options.optimizer
     optimizers = [*(own or [None] * len(plan.stages))]
     elsewhere = {s.index for s in plan.stages if own is not None and not options.owns(s.index)}
     for stage in plan.stages:
@@ -237,13 +228,12 @@ def held_sizes(
             if options.shards:
                 parameters = _largest_share(parameters, options.replicas)
             optimizers[stage.index] = given.of(parameters)
-    return plan_sizes(
-        plan,
-        state,
-        optimizers,
-        early=compiled.program.window if options.ranks else 0,
-        elsewhere=elsewhere,
-    )
+    early = compiled.program.window if options.ranks else 0
+    sizes = plan_sizes(plan, state, optimizers, early=early, elsewhere=elsewhere)
+    if own is not None or given is not None:
+        return sizes
+    adam = {s: size + 2 * sizes.gradients[s] for s, size in sizes.optimizer.items()}
+    return replace(sizes, optimizer=adam)
 
 
 def _largest_share(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, Tensor]:
@@ -253,14 +243,3 @@ def _largest_share(parameters: Mapping[str, Tensor], replicas: int) -> dict[str,
     for of, (name, parameter) in zip(by, parameters.items(), strict=True):
         shares[of][name] = parameter
     return max(shares, key=lambda share: sum(p.nbytes for p in share.values()))
-
-
-def step_sizes(compiled: Compiled, options: Options, updates: bool) -> Sizes:
-    """The bytes that the stages hold in a step. Without ``optimizer=``, the state of an Adam that
-    the caller steps is included."""
-    state = compiled.traced.state_of(options.model)
-    sizes = held_sizes(compiled, options, state, None, stepping=updates)
-    if updates:
-        return sizes
-    adam = {s: 2 * size for s, size in sizes.gradients.items()}
-    return replace(sizes, optimizer={s: size + adam[s] for s, size in sizes.optimizer.items()})
