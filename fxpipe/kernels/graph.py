@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fxpipe.errors import PassError
 from fxpipe.kernels.kernel import (
     BackwardResult,
     ForwardResult,
@@ -119,16 +118,18 @@ class GraphKernel:
         if self.backward_graph is None:
             saved.clear()
             return InputGradResult([], [])
-        flat = self._half(self.input_grad_graph)(self._backward_arguments(saved, gradients))
+        assert self.input_grad_graph is not None, "run the plan through part_backward"
+        flat = self.input_grad_graph.forward(self._backward_arguments(saved, gradients))
         count = self.input_gradients
         return InputGradResult(list(flat[:count]), list(flat[count:]))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
         if not any(self.parameter_gradients):
             return self._totals([], totals)
+        assert self.weight_grad_graph is not None, "run the plan through part_backward"
         arguments = deferred + self._added_to(totals)
         deferred.clear()
-        return self._totals(self._half(self.weight_grad_graph)(arguments), totals)
+        return self._totals(self.weight_grad_graph.forward(arguments), totals)
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
@@ -164,13 +165,6 @@ class GraphKernel:
         saved.clear()
         gradients.clear()
         return arguments
-
-    def _half(self, graph: fx.GraphModule | None) -> Any:
-        if graph is None:
-            raise PassError(
-                "the stage's backward is not in two halves; run the plan through part_backward"
-            )
-        return graph.forward
 
 
 def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:

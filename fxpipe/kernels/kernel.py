@@ -116,10 +116,7 @@ class Kernel(Protocol):
         """Compute the inputs' gradients: the half of ``backward`` that other stages wait for.
 
         Both halves together give ``backward``'s gradients to the bit. The lists are those of
-        ``backward``, and are emptied.
-
-        Raises:
-            PassError: the stage's backward is not split.
+        ``backward``, and are emptied. The plan has gone through ``part_backward``.
         """
         ...
 
@@ -128,9 +125,6 @@ class Kernel(Protocol):
 
         Empties ``deferred``; ``totals`` is as for ``backward``. Returns the sums as in
         BackwardResult.
-
-        Raises:
-            PassError: the stage's backward is not split.
         """
         ...
 

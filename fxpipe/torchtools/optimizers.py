@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 
 def twin(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
@@ -30,28 +31,10 @@ def copy_alone(optimizer: Optimizer, groups: Sequence[dict[str, Any]]) -> Any:
         if key.startswith("_optimizer_") and key.endswith("_hooks"):
             vars(copy)[key] = OrderedDict()
         elif key not in ("param_groups", "state"):
-            vars(copy)[key] = unshared_items(value)
+            vars(copy)[key] = pytree.tree_map_only(Tensor, _unshared, value)
     copy.state = defaultdict(dict)
     return copy
 
 
-def unshared_items(value: Any) -> Any:
-    """Copy tensors, and containers of them; return parameters and other objects as they are."""
-    match value:
-        case nn.Parameter():
-            return value
-        case Tensor():
-            return value.detach().clone()
-        case dict():
-            copy = value.copy()
-            copy.update({key: unshared_items(item) for key, item in value.items()})
-            return copy
-        case list():
-            return [unshared_items(item) for item in value]
-        case tuple() if type(value) is tuple:
-            return tuple(unshared_items(item) for item in value)
-        case deque():
-            return deque(map(unshared_items, value), value.maxlen)
-        case set():
-            return set(value)
-    return value
+def _unshared(tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()

@@ -63,21 +63,9 @@ _PLAIN = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
 }
-"""The classes and functions that the pickle of a folder's metadata may name."""
+"""What the pickle of a folder's metadata may name, besides data types and the classes of DCP's
+module for metadata."""
 
 Folder = str | os.PathLike[str]
 
@@ -376,7 +364,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local"):  # in folders that DCP's own writer wrote
             return PurePosixPath
-        kind = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(kind, torch.dtype) or (module, name) in _PLAIN:
+        dcp = Metadata.__module__
+        kind = super().find_class(module, name) if module in ("torch", dcp) else None
+        own = isinstance(kind, type) and kind.__module__ == dcp
+        if own or isinstance(kind, torch.dtype) or (module, name) in _PLAIN:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds a {module}.{name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from fxpipe.compiler.options import Options
@@ -54,15 +54,6 @@ class Inductor(Extension):
     in an info record of the logger "fxpipe", and the table of stages says what is compiled. It
     excludes captured graphs.
     """
-
-    only_faster: InitVar[bool] = False
-
-    def __post_init__(self, only_faster: bool) -> None:
-        if only_faster:
-            raise InputError(
-                "Inductor takes only_faster no longer: write fxpipe.Inductor(), with which steps "
-                "were as fast in every model measured, or leave it out"
-            )
 
     def check(self, options: Options) -> None:
         """Raise InputError if stages are captured, too."""

@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from fxpipe.ir import instruction as ins
     from fxpipe.ir.value import Buffer
     from fxpipe.runtime.interpreter import Machine
-
-
-class StoredMemory(Protocol):
-    """Memory that is being copied out of a device, or back."""
-
-    def wait(self) -> None:
-        """Wait until the memory is stored, so that it can be freed, or until it is back."""
-        ...
-
-    def fetch(self) -> list[Tensor]:
-        """Begin to copy it back, into new memory."""
-        ...
 
 
 class _Place(NamedTuple):
@@ -61,7 +49,7 @@ class Offloaded(NamedTuple):
     """
 
     values: list[Any]
-    memory: StoredMemory
+    memory: HostMemory | FileMemory
 
 
 def store(
@@ -99,7 +87,7 @@ def fetch(away: Offloaded) -> Offloaded:
     return Offloaded(values, away.memory)
 
 
-def memory_of(machine: Machine, memories: list[Tensor]) -> StoredMemory:
+def memory_of(machine: Machine, memories: list[Tensor]) -> HostMemory | FileMemory:
     """Begin to copy memory out of a device: to the host if it has streams, else to a file."""
     lanes: Lanes | None = getattr(machine, "lanes", None)
     return FileMemory(machine.device, memories) if lanes is None else HostMemory(lanes, memories)
@@ -114,9 +102,10 @@ class HostMemory:
         self._stored = [lanes.take(memory) for memory in memories]
 
     def wait(self) -> None:
-        """See StoredMemory.wait. Nothing to do: streams wait for the copies by events."""
+        """Nothing to do: streams wait for the copies by events."""
 
     def fetch(self) -> list[Tensor]:
+        """Begin to copy it back, into new memory."""
         fetched = [self._lanes.put(memory) for memory in self._stored]
         self._stored.clear()
         return fetched
@@ -149,10 +138,12 @@ class FileMemory:
         self._begin("offload", self._write, memories)
 
     def wait(self) -> None:
-        """See StoredMemory.wait. Raises any error of writing or reading."""
+        """Wait until the memory is stored, so that it can be freed, or until it is back. Raises any
+        error of writing or reading."""
         self._done.result()
 
     def fetch(self) -> list[Tensor]:
+        """Begin to read it, into new memory."""
         memories = [torch.empty(size, dtype=torch.uint8) for size in self._sizes]
         stored = self._done
 

@@ -248,7 +248,5 @@ class Holding(Extension):
 
 @pytest.mark.smoke
 def test_what_excludes_it_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"only_faster no longer: write fxpipe.Inductor\(\)"):
-        fxpipe.Inductor(only_faster=True)
     with pytest.raises(InputError, match="Holding captures"):
         fxpipe.compile(Net(), ["cpu"], extensions=["inductor", Holding()])
