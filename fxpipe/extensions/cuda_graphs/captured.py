@@ -15,16 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fxpipe.extensions.cuda_graphs.slot_graphs import SlotGraphs
 from fxpipe.kernels.graph import GraphKernel, layout
 from fxpipe.kernels.kernel import BackwardResult, ForwardResult, InputGradResult, Totals, Wrapping
-from fxpipe.log import LOGGER
-
-T = TypeVar("T")
 
 Key = tuple[Any, ...]
 """What a capture is valid for: the addresses of the parameters, and the values on the host."""
@@ -32,33 +30,6 @@ Key = tuple[Any, ...]
 WARM_UP = 3
 """Runs before the first capture, in which libraries choose kernels and allocate their own memory,
 as torch's notes on CUDA graphs require."""
-
-PATIENCE = 8
-"""How often each slot may be captured again before capturing can be given up."""
-
-SELDOM = 100
-"""How many forwards a capture has to serve on average, or capturing is given up: with an optimizer
-that puts its parameters into new memory in every step, every step would capture again."""
-
-
-class Graphs(Protocol):
-    """Captures calls for one slot; all captures of a slot are replayed on one stream.
-
-    Captures share memory: a replay may overwrite the results of later captures, and those of
-    earlier captures that are no longer referenced. One micro-batch at a time uses a slot, so the
-    results of a later capture are consumed before an earlier one is replayed.
-    """
-
-    def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
-        """Capture a call without computing anything; ``what`` is its name in messages.
-
-        Returns:
-            The result of the call, and a function whose every call computes the result's tensors.
-
-        Raises:
-            CaptureError: an operation of the call cannot be captured.
-        """
-        ...
 
 
 class Fixed:
@@ -98,13 +69,13 @@ class Slot:
     """Fixed memory for one micro-batch of a stage, and the graphs captured on it.
 
     Attributes:
-        graphs: captures on this slot.
+        graphs: captures on this slot, and replays on one stream.
         inputs: the inputs of forward: the stage's inputs, then the buffers that change.
         gradients: the gradients of the stage's outputs.
         captures: key → name of a task → its capture; the most recently used key comes last.
     """
 
-    graphs: Graphs
+    graphs: SlotGraphs = field(default_factory=SlotGraphs)
     inputs: Fixed | None = None
     gradients: Fixed | None = None
     captures: dict[Key, dict[str, Part]] = field(default_factory=dict)
@@ -157,23 +128,15 @@ class Captured(Wrapping):
         versions: for how many sets of addresses a slot keeps captures.
         captures: how many graphs were captured so far.
         overflows: how many forwards found no free slot.
-        given_up: whether it has stopped capturing, as the addresses changed too often.
     """
 
     kernel: GraphKernel
 
-    def __init__(
-        self,
-        kernel: GraphKernel,
-        stage: int,
-        graphs: Callable[[], Graphs],
-        changing: Sequence[bool],
-    ) -> None:
+    def __init__(self, kernel: GraphKernel, stage: int, changing: Sequence[bool]) -> None:
         """Wrap a kernel; nothing is captured yet.
 
         Args:
             stage: the stage's number, for messages.
-            graphs: makes the object that captures for a slot.
             changing: for each buffer whether micro-batches write it. Such a buffer has another
                 address every time, so it is copied into the slot.
         """
@@ -182,14 +145,10 @@ class Captured(Wrapping):
         self.versions = 1
         self.captures = 0
         self.overflows = 0
-        self.given_up = False
         self._stage = stage
-        self._graphs = graphs
         self._changing = changing
         self._free: list[Slot] = []
         self._made = 0
-        self._forwards = 0
-        self._dropped = 0
         self._warm: set[str] = set()
         self._fresh: list[Tensor] = []
 
@@ -281,28 +240,16 @@ class Captured(Wrapping):
 
     def _take(self, key: Key) -> SlotLease | None:
         """Take a free slot, preferably one with captures for this key; None to run uncaptured."""
-        if self.given_up:
-            return None
-        self._forwards += 1
         at = next((at for at, slot in enumerate(self._free) if key in slot.captures), -1)
         if self._free:
             slot = self._free.pop(at)
         elif self._made < self.slots:
-            slot = Slot(self._graphs())
+            slot = Slot()
             self._made += 1
         else:
             self.overflows += 1
             return None
         lease = SlotLease(slot, self._free)
-        self._dropped += key not in slot.captures and len(slot.captures) >= self.versions
-        if self._dropped > max(PATIENCE * self.slots, self._forwards / SELDOM):
-            LOGGER.warning(
-                "stage %d runs uncaptured from now on: its parameters keep moving to other "
-                "addresses; take an optimizer that changes them in place, or leave cuda_graphs out",
-                self._stage,
-            )
-            self.given_up, self._free = True, []
-            return None
         lease.parts = slot.parts(key, self.versions)
         return lease
 

@@ -5,11 +5,11 @@ A slot is one set of captured graphs of a stage, with memory for one micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from fxpipe.extensions.cuda_graphs.captured import Captured, Graphs
+from fxpipe.extensions.cuda_graphs.captured import Captured
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
@@ -26,17 +26,11 @@ _HOST_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class Capturing:
-    """Replaces the kernels of stages by captured ones, and keeps these for later calls.
+    """Replaces the kernels of stages by captured ones, and keeps these for later calls."""
 
-    Args:
-        graphs: makes the graphs of a slot.
-    """
-
-    def __init__(self, graphs: Callable[[], Graphs]) -> None:
-        self._graphs = graphs
-        # by id: each entry keeps its kernel, or plan and program, so that no id is used again
+    def __init__(self) -> None:
+        # by id: each entry keeps its kernel, so that no id is used again
         self._captured_kernels: dict[int, Captured] = {}
-        self._by_program: dict[tuple[int, int], tuple[Plan, Program, list[Kernel]]] = {}
         self._versions: dict[int, int] = {}
         self._told: set[str] = set()
 
@@ -45,21 +39,12 @@ class Capturing:
     ) -> list[Kernel]:
         """Return a mapping: stage → its kernel. A stage that cannot be captured keeps its own
         kernel, which the log says once."""
-        key = id(plan), id(program)
-        if key not in self._by_program:
-            made = self._captured(kernels, plan, schedule, program)
-            self._by_program[key] = plan, program, made
-        return self._by_program[key][2]
-
-    def _captured(
-        self, given: Sequence[Kernel], plan: Plan, schedule: Schedule, program: Program
-    ) -> list[Kernel]:
         written = {write.target for stage in plan.stages for write in stage.writes}
         needed = slots(program)
         if schedule.overlaps:
             self._versions = dict.fromkeys(range(schedule.stages), max(schedule.delays) + 1)
-        kernels: list[Kernel] = []
-        for stage, kernel in zip(plan.stages, given, strict=True):
+        made: list[Kernel] = []
+        for stage, kernel in zip(plan.stages, kernels, strict=True):
             reason = obstacle(plan, stage)
             if reason is not None or not isinstance(kernel, GraphKernel):
                 reason = reason or "it has a kernel of another extension"
@@ -67,20 +52,19 @@ class Capturing:
                 if text not in self._told:
                     self._told.add(text)
                     LOGGER.info("%s", text)
-                kernels.append(kernel)
+                made.append(kernel)
                 continue
             captured = self._captured_kernels.get(id(kernel))
             if captured is None:
                 captured = self._captured_kernels[id(kernel)] = Captured(
                     kernel,
                     stage.index,
-                    self._graphs,
                     [argument.target in written for argument in stage.buffers],
                 )
             captured.versions = self._versions.get(stage.index, 1)
             captured.slots = max(captured.slots, needed[stage.index])
-            kernels.append(captured)
-        return kernels
+            made.append(captured)
+        return made
 
 
 def slots(program: Program) -> tuple[int, ...]:

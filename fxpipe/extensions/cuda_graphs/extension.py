@@ -8,7 +8,6 @@ from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension, Kernels
 from fxpipe.extensions.cuda_graphs.capturing import Capturing
-from fxpipe.extensions.cuda_graphs.slot_graphs import SlotGraphs
 
 
 @dataclass(frozen=True)
@@ -43,4 +42,4 @@ class CudaGraphs(Extension):
 
     def kernels(self) -> Kernels:
         """Captured kernels in place of those that can be captured."""
-        return Capturing(SlotGraphs)
+        return Capturing()

@@ -24,11 +24,14 @@ T = TypeVar("T")
 
 
 class SlotGraphs:
-    """Captures the computations of one slot on the current stream; see Graphs.
+    """Captures the computations of one slot on the current stream.
 
-    The captures of a slot share one memory pool. Several slots cannot share a pool: a later capture
-    may keep its results where an earlier one had temporary values, so graphs that share a pool must
-    be replayed in the order of their captures. Micro-batches in flight run in another order.
+    The captures of a slot share one memory pool: a replay may overwrite the results of later
+    captures, and those of earlier ones that are no longer referenced. One micro-batch at a time
+    uses a slot, so the results of a later capture are consumed before an earlier one is replayed.
+    Several slots cannot share a pool: a later capture may keep its results where an earlier one had
+    temporary values, so graphs that share a pool must be replayed in the order of their captures.
+    Micro-batches in flight run in another order.
     """
 
     def __init__(self) -> None:
@@ -38,7 +41,15 @@ class SlotGraphs:
         self._first: torch.cuda.CUDAGraph | None = None
 
     def capture(self, run: Callable[[], T], what: str) -> tuple[T, Callable[[], None]]:
-        """See Graphs.capture. Waits for the device."""
+        """Capture a call without computing anything; ``what`` is its name in messages. Waits for
+        the device.
+
+        Returns:
+            The result of the call, and a function whose every call computes the result's tensors.
+
+        Raises:
+            CaptureError: an operation of the call cannot be captured.
+        """
         failure: Exception | None = None
         with ALONE:
             torch.cuda.synchronize()  # so that an earlier failure is not taken for this capture's

@@ -168,42 +168,6 @@ def test_an_assigned_state_dict_is_captured_anew() -> None:
     assert counts == [counts[0]] * 3 + [2 * counts[0]] * 3
 
 
-class Moving(torch.optim.SGD):
-    """It never changes a parameter's memory: it takes other memory."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data = parameter.data.clone()
-        return super().step(closure)
-
-
-def test_a_stage_whose_parameters_move_every_time_is_given_up(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    torch.manual_seed(0)
-    model = Tiny()
-    plain = copy.deepcopy(model)
-    kept = []  # or the allocator might give the same memory again
-    given: dict[str, Any] = {"optimizer": lambda p: Moving(p, lr=0.1)}
-    with (
-        within(300),
-        capturing(model, schedule="gpipe", **given) as pipe,
-        on_streams(plain, 2, schedule="gpipe", **given) as other,
-    ):
-        counts = []
-        for step in range(12):
-            kept += [parameter.data for parameter in model.parameters()]
-            x, y = batch(8, step)
-            assert torch.equal(pipe.step(x, target=y), other.step(x, target=y))
-            counts.append(captures(pipe))
-        assert all(kernel.given_up for kernel in kernels(pipe))
-        loop.assert_same(model.state_dict(), plain.state_dict())
-    assert counts[-1] == counts[-2]
-    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warned) == 2 and all("changes them in place" in text for text in warned)
-
-
 # failures
 
 
