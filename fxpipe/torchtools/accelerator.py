@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -90,14 +89,6 @@ def kind_here() -> str:
     """The type of the accelerators that this build of torch is for; "cuda" if it is for none."""
     found = torch.accelerator.current_accelerator()
     return "cuda" if found is None else found.type
-
-
-@cache
-def reaches(device: torch.device, other: torch.device) -> bool:
-    """Whether a device can read the memory of another one of its kind; False if nobody knows."""
-    module: Any = torch.get_device_module(device)
-    asked = getattr(module, "can_device_access_peer", None)
-    return asked is not None and bool(asked(device.index or 0, other.index or 0))
 
 
 def timed_event(stream: torch.Stream) -> torch.Event:

@@ -18,7 +18,7 @@ from torch._C import _autograd
 
 from fxpipe.errors import TraceError
 from fxpipe.signals import HeldSignals
-from fxpipe.torchtools.accelerator import kind_here, random_kept, reaches
+from fxpipe.torchtools.accelerator import kind_here, random_kept
 from fxpipe.torchtools.source import lacks_memory
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -240,26 +240,16 @@ def move(tensor: Tensor, device: torch.device) -> None:
     with torch.no_grad():
         gradient = tensor.grad
         tensor.grad = None
-        tensor.data = brought(tensor.data, device)
+        tensor.data = tensor.data.to(device)
         torch.clear_autocast_cache()  # it may have a cast of the old data
         if gradient is not None:
-            tensor.grad = brought(gradient, device)
-
-
-def brought(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; it goes through the host if the devices cannot read each other's
-    memory. Autograd brings gradients back in the same way."""
-    here = torch.accelerator.current_accelerator(check_available=True)
-    both = here is not None and tensor.device.type == device.type == here.type
-    if both and tensor.device != device and not reaches(device, tensor.device):
-        tensor = tensor.cpu()
-    return tensor.to(device)
+            tensor.grad = gradient.to(device)
 
 
 def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
     """Copy inputs to a device; the copies require gradients if the inputs do."""
     return [
-        brought(leaf.detach(), device).requires_grad_(leaf.requires_grad)
+        leaf.detach().to(device).requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else leaf
         for leaf in leaves

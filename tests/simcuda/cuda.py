@@ -41,7 +41,7 @@ class Noticed:
         failure: what an operator raised when it ran; empty if none did.
         waits: reason → how often the host has waited for a device.
         counts: what → how often: ``launched``, ``executed``, ``mallocs``, ``reused``, ``frees``,
-            ``peer_copies``, ``copies_without_access``.
+            ``peer_copies``.
     """
 
     races: Sequence[str]
@@ -245,15 +245,9 @@ def graph_pool_handle() -> tuple[int, int]:
     return 0, next(_pools)
 
 
-def install(devices: int, *, peers: bool = True) -> None:
-    """Give this process so many devices.
-
-    Args:
-        devices: how many.
-        peers: whether a device can read another's memory.
-    """
+def install(devices: int) -> None:
+    """Give this process so many devices."""
     sim.configure(int(Mode.EAGER), 0, devices)
-    sim.set_peers(peers)
     replaced: dict[str, Any] = {
         "Stream": Stream,
         "Event": Event,
@@ -273,7 +267,7 @@ def install(devices: int, *, peers: bool = True) -> None:
         "device_count": lambda: devices,
         "current_device": sim.current_device,
         "set_device": lambda device: sim.set_device(index_of(device)),
-        "can_device_access_peer": lambda device, other: peers,
+        "can_device_access_peer": lambda device, other: True,
         "mem_get_info": mem_get_info,
         "memory_allocated": lambda device=None: sim.allocated(index_of(device)),
         "max_memory_allocated": lambda device=None: sim.peak(index_of(device)),

@@ -307,21 +307,6 @@ FAULTS = {
         "        with current(self.stream(stream)):",
         equivalent="torch orders both devices' streams around a copy: it overlaps less",
     ),
-    "devices that cannot reach each other copy directly": Fault(
-        LANES, "if reaches(self.device, value.device):", "if True:", ("no peers",)
-    ),
-    "copies through the host do not wait for memory": Fault(
-        LANES, "        leaving.wait_event(arriving.record_event())\n", "", ("no peers",)
-    ),
-    "copies through the host do not wait for the first half": Fault(
-        LANES, "        arriving.wait_event(leaving.record_event())\n", "", ("no peers",)
-    ),
-    "the first half of a copy through the host is on the current stream": Fault(
-        LANES,
-        "        with current(leaving):\n            staged",
-        "        if True:\n            staged",
-        ("no peers",),
-    ),
     "a block leaves its stream current": Fault(
         LANES, "torch.accelerator.set_stream(self._before)", "pass", ("pinned", "call")
     ),

@@ -39,7 +39,7 @@ class Scene(NamedTuple):
         run: trains on devices; ``look`` (``cuda.take`` where they are simulated) is called before
             and after a warm step. Returns what was computed.
         may_wait: the reasons for which the host may wait for a device in a warm step.
-        options: those of ``cuda.install``.
+        options: those of ``on_devices``.
         modes: the modes to run in.
     """
 
@@ -136,7 +136,6 @@ SCENES = {
     "ignored targets": Scene(_ignored),
     "captured": Scene(partial(_captured, Setting("unet", {"schedule": "1f1b"}))),
     "captured 2bw": Scene(partial(_captured, Setting("unet", {"schedule": "2bw"}, steps=8))),
-    "no peers": _scene("dropout", "1f1b")._replace(options={"peers": False}),
 }
 
 
@@ -200,14 +199,11 @@ def problems(scene: str, values: Values, fault: Fault | None = None) -> list[str
 def _problems(scene: Scene, values: Values, cuda: Any) -> list[str]:
     races: list[str] = []
     waits: list[Mapping[str, int]] = []
-    direct = 0
 
     def look() -> Any:
-        nonlocal direct
         noticed = cuda.take()
         races.extend(noticed.races)
         waits.append(noticed.waits)
-        direct += noticed.counts.get("copies_without_access", 0)
         assert not noticed.failure, noticed.failure
         return noticed
 
@@ -230,6 +226,4 @@ def _problems(scene: Scene, values: Values, cuda: Any) -> list[str]:
         told.append(f"other values: {', '.join(different[:3])}")
     if warm:
         told.append(f"the host waits in a warm step: {', '.join(warm)}")
-    if direct:
-        told.append(f"{direct} copies between devices that cannot reach each other")
     return told

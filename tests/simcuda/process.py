@@ -35,22 +35,21 @@ simulated = pytest.mark.skipif(bool(missing()), reason=missing())
 """Marks tests that need simulated devices."""
 
 
-def on_devices(function: Callable[..., Any], *args: Any, devices: int = 2, **options: Any) -> Any:
+def on_devices(function: Callable[..., Any], *args: Any, devices: int = 2) -> Any:
     """Call a function of a module, given by its name there, in a process of its own.
 
     Args:
         function: the function; nothing that it takes or returns may be on a simulated device.
         devices: how many devices it has.
-        options: those of ``cuda.install``.
 
     Raises:
         AssertionError: the function raised; the text has its traceback.
     """
-    return at_once(function, [args], devices, **options)[0]
+    return at_once(function, [args], devices)[0]
 
 
 def at_once(
-    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], devices: int, **options: Any
+    function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], devices: int
 ) -> list[Any]:
     """``on_devices`` with several calls, each in a process of its own, at the same time.
 
@@ -58,13 +57,12 @@ def at_once(
         function: as there.
         calls: the arguments of each call.
         devices: as there.
-        options: as there.
     """
     with tempfile.TemporaryDirectory() as whole:
         folders = [Path(whole, str(number)) for number in range(len(calls))]
         for folder, args in zip(folders, calls, strict=True):
             folder.mkdir()
-            (folder / "call").write_bytes(pickle.dumps((function, args, devices, options)))
+            (folder / "call").write_bytes(pickle.dumps((function, args, devices)))
         server = _server()
         assert server.stdin is not None and server.stdout is not None
         server.stdin.write(f"{' '.join(map(str, folders))}\n")
@@ -145,8 +143,8 @@ def _run(folder: Path) -> None:
             from tests.helpers.times import equal_times
             from tests.simcuda.cuda import install
 
-            function, args, devices, options = pickle.loads((folder / "call").read_bytes())
-            install(devices, **options)
+            function, args, devices = pickle.loads((folder / "call").read_bytes())
+            install(devices)
             with equal_times():
                 found = function(*args)
             (folder / "partial").write_bytes(pickle.dumps(found))

@@ -85,7 +85,7 @@ enum Mode { EAGER, LAZY, RANDOM, STARVING };
 std::recursive_mutex mutex_;
 int devices = 2;
 Mode mode = EAGER;
-bool forbid_waits = false, peers = true;
+bool forbid_waits = false;
 std::mt19937_64 draw(0);
 // Never destroyed: what is still queued when the process ends holds tensors, whose memory could not
 // be given back by then.
@@ -887,7 +887,7 @@ void copy_between(const Tensor& to, const Tensor& from) {
   bool crosses = to.device() != from.device();
   // torch copies on the current stream of the source, and orders both devices' streams
   if (crosses) {
-    counts[peers ? "peer_copies" : "copies_without_access"]++;
+    counts["peer_copies"]++;
     wait(leaving, record(arriving));
   }
   launch(leaving, {use_of(from, false), use_of(to, true)}, "copy_",
@@ -1560,10 +1560,6 @@ PYBIND11_MODULE(_simcuda, m) {
     draw.seed(seed);
     for (auto& queue : queues) queue->starves = draw() & 1;
   });
-  m.def("set_peers", [](bool new_peers) {
-    Locked locked;
-    peers = new_peers;
-  });
   py::class_<Graph, GraphPtr>(m, "Graph");
   m.def("begin_capture", begin_capture);
   m.def("end_capture", end_capture);
@@ -1575,7 +1571,6 @@ PYBIND11_MODULE(_simcuda, m) {
   m.def("nccl", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Communicator>(store, rank, size));
   });
-  m.def("has_peers", [] { return peers; });
   m.def("forbid_waits", [](bool on) { forbid_waits = on; });
   m.def("take_failure", [] { return taken(failure); });
   m.def("take_races", [] {

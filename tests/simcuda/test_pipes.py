@@ -31,7 +31,7 @@ from tests.simcuda.drawn import (
     wrong,
 )
 from tests.simcuda.process import on_devices, simulated
-from tests.simcuda.training import MODELS, Setting, train
+from tests.simcuda.training import MODELS
 
 pytestmark = simulated
 
@@ -55,36 +55,6 @@ def test_settings_are_drawn_of_all_kinds() -> None:
 def test_a_pipe_on_devices_trains_as_on_cpu_devices(number: int) -> None:
     """The seed changes from run to run: every message names it, and ``FXPIPE_SEED`` sets it."""
     assert not wrong(SEED + number, ranks=DEEP)
-
-
-def without_peers() -> tuple[list[str], int]:
-    from tests.simcuda import cuda
-
-    found: list[cuda.Noticed] = []
-
-    def look() -> cuda.Noticed:
-        found.append(cuda.take())
-        return found[-1]
-
-    def begin(run: int) -> None:
-        cuda.configure(*((cuda.Mode.LAZY, 0), (cuda.Mode.RANDOM, SEED))[run])
-
-    setting = Setting("dropout", {"schedule": "1f1b"})
-    wanted = train(setting, ["cpu"] * 2, runs=2)
-    wrong: list[str] = []
-    for own, other in zip(train(setting, PLACES, look, runs=2, begin=begin), wanted, strict=True):
-        wrong += [*own.differs(other), *own.waits[-1]]
-        if own.bytes[-1] > own.bytes[-2]:
-            wrong.append(f"allocated bytes grow: {own.bytes}")
-    look()
-    wrong += [race for noticed in found for race in noticed.races]
-    return wrong, sum(noticed.counts.get("copies_without_access", 0) for noticed in found)
-
-
-def test_devices_that_cannot_reach_each_other_exchange_values_through_the_host() -> None:
-    wrong, direct = on_devices(without_peers, peers=False)
-    assert not wrong, SEED
-    assert direct == 0
 
 
 def stages() -> nn.Module:

@@ -31,7 +31,7 @@ class Capturing:
     def __init__(self) -> None:
         # by id: each entry keeps its kernel, so that no id is used again
         self._captured_kernels: dict[int, Captured] = {}
-        self._versions: dict[int, int] = {}
+        self._versions = 1
         self._told: set[str] = set()
 
     def __call__(
@@ -42,7 +42,7 @@ class Capturing:
         written = {write.target for stage in plan.stages for write in stage.writes}
         needed = slots(program)
         if schedule.overlaps:
-            self._versions = dict.fromkeys(range(schedule.stages), max(schedule.delays) + 1)
+            self._versions = max(schedule.delays) + 1
         made: list[Kernel] = []
         for stage, kernel in zip(plan.stages, kernels, strict=True):
             reason = obstacle(plan, stage)
@@ -61,7 +61,7 @@ class Capturing:
                     stage.index,
                     [argument.target in written for argument in stage.buffers],
                 )
-            captured.versions = self._versions.get(stage.index, 1)
+            captured.versions = self._versions
             captured.slots = max(captured.slots, needed[stage.index])
             made.append(captured)
         return made

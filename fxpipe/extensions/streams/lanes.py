@@ -24,13 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.plan import ValueSpec
-from fxpipe.torchtools.accelerator import (
-    Place,
-    home,
-    kind_of,
-    reaches,
-    timed_event,
-)
+from fxpipe.torchtools.accelerator import Place, home, kind_of, timed_event
 
 ALONE = threading.RLock()
 """Held during a capture, and while a thread synchronizes with a device or orders its streams."""
@@ -221,9 +215,7 @@ class Lanes:
         # torch copies on the current streams of both devices and makes each wait for the other
         leaving = self._leaving_stream(stream, value.device)
         with current(leaving), current(self.stream(stream)):
-            if reaches(self.device, value.device):
-                return target.copy_(value, non_blocking=True)
-        return self._through_host(target, value, leaving, self.stream(stream))
+            return target.copy_(value, non_blocking=True)
 
     def _leaving_stream(self, stream: str, source: torch.device) -> torch.Stream:
         """The stream of the source device that copies for one of this device's streams."""
@@ -232,18 +224,6 @@ class Lanes:
             with _lock:
                 self._leaving[key] = self._after_caller(_stream(source))
         return self._leaving[key]
-
-    def _through_host(
-        self, target: Tensor, value: Tensor, leaving: torch.Stream, arriving: torch.Stream
-    ) -> Tensor:
-        """Copy through pinned memory, which torch reuses only when both copies are done. The
-        arriving stream is the current one."""
-        staged = _pinned_like(value)
-        leaving.wait_event(arriving.record_event())
-        with current(leaving):
-            staged.copy_(value, non_blocking=True)
-        arriving.wait_event(leaving.record_event())
-        return target.copy_(staged, non_blocking=True)
 
 
 _all: WeakSet[Lanes] = WeakSet()
