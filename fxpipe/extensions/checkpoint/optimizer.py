@@ -105,19 +105,12 @@ def _check(saved: OptimizerState, stages: Optimizers, names: Names) -> None:
             f"{len(saved.groups)}; {cure}"
         )
     trained = {names[p]: index for index, g in enumerate(groups) for p in g["params"] if p in names}
-    for name in (*trained, *saved.parameters):
-        if name not in saved.parameters:
+    before = {name: state.group for name, state in saved.parameters.items()}
+    for name in (*trained, *before):
+        if trained.get(name) != before.get(name):
             raise CheckpointError(
-                f"the optimizer trains {name!r}, and the checkpoint's did not; {cure}"
-            )
-        if name not in trained:
-            raise CheckpointError(
-                f"the checkpoint's optimizer trained {name!r}, and the pipe's does not; {cure}"
-            )
-        if trained[name] != saved.parameters[name].group:
-            raise CheckpointError(
-                f"{name!r} is in parameter group {trained[name]}, and was in group "
-                f"{saved.parameters[name].group} of the checkpoint's optimizer; {cure}"
+                f"{name!r} is in parameter group {trained.get(name)} of the optimizer, and was in "
+                f"group {before.get(name)} of the checkpoint's (None: not trained); {cure}"
             )
 
 

@@ -33,7 +33,7 @@ NAMED: list[tuple[str, Any, str]] = [
     (
         "optimizer/parameters/0.0.bias/group",
         3,
-        "'0.0.bias' is in parameter group 0, and was in",
+        "'0.0.bias' is in parameter group 0 of the optimizer, and was in",
     ),
     ("history/older", {1: {"0.0.bias": torch.zeros(6)}}, "its version 1 of parameter '0.0.b"),
     ("history/older", {1: {"x": torch.zeros(6)}}, "its version 1 of parameter 'x' is none of"),
