@@ -146,7 +146,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "copies_faults": f"{_HERE}.copies.rules:copies_faults",
         "not_on_copies": f"{_HERE}.copies.rules:not_on_copies",
         "run_together": f"{_HERE}.copies.rules:run_together",
-        "kept": f"{_HERE}.inductor.kept:kept",
+        "kept": f"{_HERE}.inductor.libraries:kept",
         "offload": f"{_HERE}.offload.lowering:LowerOffload",
         "mesh": f"{_HERE}.ranks.mesh:ranks_of",
         "peaks": f"{_HERE}.simulator.pipe:peaks",

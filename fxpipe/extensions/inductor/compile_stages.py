@@ -22,12 +22,13 @@ import torch
 from torch import fx
 
 from fxpipe.errors import told
-from fxpipe.extensions.inductor.kept import folder, key_of
 from fxpipe.extensions.inductor.libraries import (
     can_compile,
     compile_all,
     find_library,
+    folder,
     keep_library,
+    key_of,
     load_library,
 )
 from fxpipe.extensions.inductor.library import LibraryCall, Wiring

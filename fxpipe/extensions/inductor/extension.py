@@ -10,7 +10,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.inductor.compile_stages import compile_stages
-from fxpipe.extensions.inductor.kept import kept
+from fxpipe.extensions.inductor.libraries import kept
 from fxpipe.extensions.inductor.lower_graph import graph_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced

@@ -1,12 +1,17 @@
-"""Keep compiled libraries in a folder, and compile new ones in processes of their own."""
+"""Keep compiled libraries, and what is measured once on a machine, in a folder beside what inductor
+keeps; and compile new ones in processes of their own."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
+import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,7 +20,6 @@ import torch
 
 import fxpipe.random  # noqa: F401  (graphs may have its operators)
 from fxpipe.errors import told
-from fxpipe.extensions.inductor.kept import folder
 from fxpipe.extensions.inductor.library import Library, TensorLayout
 from fxpipe.torchtools.state import processors
 
@@ -23,6 +27,33 @@ _CALLS_PYTHON = b"aoti_torch_proxy_executor_call_function("
 """Found in the code of libraries with Python operators, which only torch's loader can call."""
 
 _loaded: WeakValueDictionary[tuple[Path, torch.device], Library] = WeakValueDictionary()
+
+
+def folder() -> Path:
+    """The folder of what is kept, in inductor's own cache folder; made if it is not there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # slow to import
+
+    path = Path(cache_dir()) / "fxpipe"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def key_of(text: str) -> str:
+    """The key under which the folder keeps what was made for a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:40]
+
+
+def kept(text: str, make: Callable[[], Any]) -> Any:
+    """Return a JSON value that is made once for a text on this machine."""
+    path = folder() / f"{key_of(text)}.json"
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    value = make()
+    with suppress(OSError):  # then the next call makes it again
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(value, file)
+        os.replace(file.name, path)  # at once: others never read a part
+    return value
 
 
 def find_library(key: str) -> Path | None:
