@@ -60,7 +60,6 @@ REMEMBERING = (
     "extensions/copies",
     "extensions/deferred_batchnorm",
     "extensions/dispatch",
-    "extensions/distinct",
     "extensions/inductor",
     "extensions/loss_weight",
     "extensions/metrics",

@@ -217,7 +217,6 @@ def _turn(made: Contender, steps: int) -> tuple[float, float, tuple[float, ...]]
 
 OWN = (
     "any_size",
-    "distinct",
     "exact_cut",
     "fast_trace",
     "leaf_modules",

@@ -35,7 +35,7 @@ from fxpipe.passes.lowering.lower import Lower
 from fxpipe.passes.partition.assignment import one_stage, place_like
 from fxpipe.passes.partition.balance import balance, cut_at, judge
 from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.partition.measure import measure, spread
+from fxpipe.passes.partition.measure import measure
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import add_recompute, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
@@ -76,7 +76,6 @@ class FoundPass:
 
 _CLIP = FoundPass("add_clip", "add_clip", "compile(..., clip_norm=, scaler=)")
 _PART = FoundPass("part_gradients", "part_gradients", "a pipeline of several replicas")
-_DISTINCT = FoundPass("distinct", "distinct", "measuring one of each operation")
 _FOOTPRINT = FoundPass("footprint_of", "footprint", "memory_limits=")
 _PLACE = FoundPass("place_devices", "place_devices", "a device with streams")
 _STREAMS = FoundPass("streams", "events", "a device with streams")
@@ -127,12 +126,6 @@ JOIN = (
 """The graphs of the model and its loss → the one graph that is cut."""
 
 SINGLE = (
-    Pass(
-        _DISTINCT,
-        "traced, values, state, wanted, scratches",
-        "traced, values, wanted, equal",
-        when="reduced",
-    ),
     Pass(one_stage, "traced", "assignment", when="not under_autograd"),
     Pass(cut, "traced, assignment, owners, stage_costs", "plan", when="not under_autograd"),
     Pass(
@@ -143,13 +136,10 @@ SINGLE = (
     ),
     Pass(part_backward, "plan", "plan", when="functional"),
 )
-"""The first graph of a model → the plan of one stage that can be measured; of the graph's different
-operations alone, if nobody needs the plan itself. Its backward has halves if steps need them."""
+"""The first graph of a model → the plan of one stage that can be measured. Its backward has halves
+if steps need them."""
 
-MEASURE = (
-    Pass(measure, "traced, plan, values, state, scratches", "costs", when="not under_autograd"),
-    Pass(spread, "costs, equal", "costs", when="reduced"),
-)
+MEASURE = (Pass(measure, "traced, plan, values, state, share", "costs", when="not under_autograd"),)
 """A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""
 
 PARTITION = (

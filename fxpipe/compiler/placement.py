@@ -11,7 +11,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import told
-from fxpipe.extend import find, option
+from fxpipe.extend import find
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
@@ -166,19 +166,14 @@ class Placement:
         return {"traced": facts["traced"], "plan": facts["plan"], "costs": costs}
 
     def node_costs(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
-        """Measure a graph as ``measure`` does, or each of its different operations once if an
-        extension can; returns node → its costs."""
-        traced = facts["traced"]
-        reducible = option("reducible")
-        costs: Mapping[str, NodeCost]
-        if traced.under_autograd or reducible is None or not reducible(traced):
-            costs = self.measure(facts)["costs"]
-            return costs
+        """Measure a graph as ``measure`` does; returns node → its costs. Over several ranks, only
+        rank 0 differentiates it."""
 
         def run(facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
-            return _trying_stand_ins(facts, lambda facts: self._timed(self._single(facts)))
+            return _trying_stand_ins(self._single(facts), self._timed)
 
-        facts = self._facts(facts, reduced=True)
+        facts = self._facts(facts)
+        costs: Mapping[str, NodeCost]
         with self._measuring():
             costs = self._options.group.share("costs", lambda: _trying_gradients(facts, run))
         return costs
@@ -218,7 +213,7 @@ class Placement:
         with untouched(self._options.model), intra_op_threads(self._options.threads):
             yield
 
-    def _facts(self, facts: Mapping[str, Any], *, reduced: bool = False) -> dict[str, Any]:
+    def _facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         return {
             **facts,
             "plan": None,
@@ -226,7 +221,6 @@ class Placement:
             "stage_costs": {},
             "under_autograd": facts["traced"].under_autograd,
             "whole": self._options.whole and not self._options.apart,
-            "reduced": reduced,
             "functional": self._parted and not facts["traced"].under_autograd,
             "threads": self._options.threads,
         }
@@ -272,12 +266,12 @@ def _trying_stand_ins(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]
     numbers, as a user's own operation may, it is made of the values themselves, unless these may
     not be in memory all at once."""
     try:
-        return run({**facts, "scratches": {}})
+        return run({**facts, "share": True})
     except Exception as error:
         if not facts["whole"]:
             raise
         LOGGER.info("stages are measured with the values of a batch: %s", told(error))
-    return run({**facts, "scratches": None})
+    return run({**facts, "share": False})
 
 
 def _trying_gradients(facts: Mapping[str, Any], run: Callable[[Mapping[str, Any]], T]) -> T:

@@ -3,10 +3,11 @@
 before:  conv2d = aten.conv2d.default(x, weight)
 after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 
-The graph, or one of its different operations alone, is differentiated as a single stage. Every
-operation of its graphs (forward, backward, and the halves of the backward) is timed while the graph
-runs, and counts for the node that it was made from. Operations that differ only in the values of
-their operands share their times.
+The graph is differentiated as a single stage. Every operation of its graphs (forward, backward, and
+the halves of the backward) is timed while the graph runs, and counts for the node that it was made
+from. Operations that differ only in the values of their operands share their times. Where values
+share memory, such operations run only as often as they are timed: a model of many equal layers is
+timed as if it had a few.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def measure(
     values: Mapping[str, Any],
     state: Mapping[str, Tensor],
     watch: Stopwatch | None = None,
-    scratches: dict[torch.device, Scratch] | None = None,
+    share: bool = False,
 ) -> dict[str, NodeCost]:
     """Time the one stage of a plan, operation by operation.
 
@@ -82,8 +83,8 @@ def measure(
             measured, too.
         values: input name → value.
         watch: the stopwatch; by default that of the values' device.
-        scratches: device → memory that values share: operations get stand-ins of the same shapes
-            in it. Without it, all values of the stage are in memory at once.
+        share: whether values share memory: operations get stand-ins of the same shapes in it.
+            Else all values of the stage are in memory at once.
     """
     (stage,) = plan.stages
     kernel = stage.kernel
@@ -94,9 +95,9 @@ def measure(
     ]
     watch = watch or Stopwatch.of(arguments)
     times = _Times()
-    place = watch.device or torch.device("cpu")
-    shared = scratch_on(place, traced.graph, {} if scratches is None else scratches)
-    scratch = None if scratches is None else shared
+    numbers = [x.numel() for n in traced.graph.nodes if _is_plain(x := n.meta.get("val"))]
+    shared = Scratch(watch.device or "cpu", turns=OPERANDS, least=max(numbers, default=0))
+    scratch = shared if share else None
     forward = _Timer(kernel.forward_graph, watch, times, scratch)
     backward, input_grad, weight_grad = (
         None if graph is None else _Timer(graph, watch, times, scratch)
@@ -126,26 +127,6 @@ def measure(
         ahead, back, first, second = (part.get(node.name, 0.0) for part in parts)
         costs[node.name] = NodeCost(ahead, back, sizes.get(node.name, 0), first, second)
     return costs
-
-
-def spread(
-    costs: Mapping[str, NodeCost], equal: Mapping[str, tuple[str, int]]
-) -> dict[str, NodeCost]:
-    """Give every node of the whole graph the costs of the node that is equal."""
-    none = NodeCost(0.0, 0.0, 0)
-    return {
-        name: replace(costs.get(like, none), bytes=size) for name, (like, size) in equal.items()
-    }
-
-
-def scratch_on(
-    device: torch.device, graph: fx.Graph, scratches: dict[torch.device, Scratch]
-) -> Scratch:
-    """The memory that values of a graph share on a device; made if it is not in ``scratches``."""
-    if device not in scratches:
-        sizes = [x.numel() for n in graph.nodes if _is_plain(x := n.meta.get("val"))]
-        scratches[device] = Scratch(device, turns=OPERANDS, least=max(sizes, default=0))
-    return scratches[device]
 
 
 @dataclass(frozen=True)
@@ -216,6 +197,7 @@ class _Timer(fx.Interpreter):
         self._times = times
         self._scratch = scratch
         self._operations: dict[fx.Node, Operation] = {}
+        self._first: dict[Operation, fx.Node] = {}  # operation → where it occurs first
         self._stand_ins: dict[fx.Node, Any] = {}
         if scratch is not None:
             # allocate these before the run: lasting small allocations between large temporary
@@ -236,16 +218,21 @@ class _Timer(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         if n.op != "call_function":
             return getattr(self, n.op)(n.target, args, kwargs)
-        operation = self._operations.get(n)
-        if operation is None:
-            operation = self._operations[n] = n.target, look(args), look(kwargs)
+        warms_up = n not in self._operations
+        if warms_up:
+            operation = self._operations[n] = n.target, _look(args), _look(kwargs)
             self._times.met[operation] += 1
-            return self._kept(n, n.target(*args, **kwargs))  # type: ignore[operator]
-        self._times.taken[operation] += 1
+        else:
+            operation = self._operations[n]
+            self._times.taken[operation] += 1
+        first = self._first.setdefault(operation, n)
+        # time all operations equally often: the least of more times would be smaller
+        timed = not warms_up and self._times.taken[operation] <= _SAMPLES
+        if not timed and first in self._stand_ins and not (warms_up and first is n):
+            return self._kept(n, self._stand_ins[first])
         start = self._watch.mark()
         value = n.target(*args, **kwargs)  # type: ignore[operator]
-        # time all operations equally often: the least of more times would be smaller
-        if self._times.taken[operation] <= _SAMPLES:
+        if timed:
             self._spans.append((operation, (start, self._watch.mark())))
         return self._kept(n, value)
 
@@ -253,7 +240,7 @@ class _Timer(fx.Interpreter):
         """What later operations read: the value, or its stand-in in shared memory."""
         if self._scratch is None:
             return value
-        if n not in self._stand_ins or look(self._stand_ins[n]) != look(value):
+        if n not in self._stand_ins or _look(self._stand_ins[n]) != _look(value):
             self._stand_ins[n] = pytree.tree_map_only(Tensor, self._scratch.like, value)
         return self._stand_ins[n]
 
@@ -273,12 +260,12 @@ def _is_plain(value: Any) -> bool:
     return all(type(size) is int for size in (*value.shape, *value.stride()))
 
 
-def look(value: Any) -> Hashable:
+def _look(value: Any) -> Hashable:
     """The properties of an operand that an operation's time depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
-        return tuple(map(look, value))
+        return tuple(map(_look, value))
     if isinstance(value, dict):
-        return tuple((key, look(item)) for key, item in value.items())
+        return tuple((key, _look(item)) for key, item in value.items())
     return type(value), repr(value)

@@ -80,7 +80,7 @@ def test_a_compilation_that_fails_ends_where_it_failed(
     with made, pytest.raises(PartitionError):
         made.step(X, target=X)
     *_, last, whole = records  # the last one has the traceback, which the error leaves out
-    assert last.__dict__["fxpipe_pass"] == "spread" and whole.exc_info is not None
+    assert last.__dict__["fxpipe_pass"] == "measure" and whole.exc_info is not None
     assert all(record.levelno == logging.DEBUG for record in records)
 
 

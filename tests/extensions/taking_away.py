@@ -51,7 +51,6 @@ class Gone(importlib.abc.MetaPathFinder):
 
 DEFAULT = (
     "fxpipe.extensions.any_size",
-    "fxpipe.extensions.distinct",
     "fxpipe.extensions.exact_cut",
     "fxpipe.extensions.fast_trace",
     "fxpipe.extensions.leaf_modules",

@@ -36,7 +36,7 @@ PLAIN = (
 )
 """Values that are their own keys."""
 
-RESULTS = ("traced", "plan", "costs", "assignment", "values", "wanted", "equal")
+RESULTS = ("traced", "plan", "costs", "assignment", "values")
 """What is asked of those lists."""
 
 BY_SHAPE = ("args", "kwargs", "targets", "values", "state")
@@ -135,8 +135,6 @@ class _Shape:
 
 
 def _shapes(name: str, value: Any) -> Any:
-    if name == "scratches":  # the memory in them is filled meanwhile
-        return value is None
     if name not in BY_SHAPE:
         return value
     return pytree.tree_map_only(Tensor, lambda tensor: _Shape(_tensor(tensor)), value)

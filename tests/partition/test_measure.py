@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 from torch.nn.functional import mse_loss
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from examples.unet import UNet
@@ -247,6 +248,33 @@ def test_equal_layers_cost_the_same_and_are_run_twice() -> None:
     assert len({cost.forward for cost in tanhs}) == 1
     assert len({cost.backward for cost in tanhs[:-1]}) == 1  # the last is given its gradient
     assert watch.waits == 2 * 4
+
+
+def test_equal_layers_run_as_often_as_they_are_timed_where_values_share_memory() -> None:
+    def ran(layers: int, share: bool) -> int:
+        model, x = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))), torch.randn(4, 8)
+        traced = front_end(model, x)
+        plan = differentiated(model, traced, whole(traced), x)
+        values, state = values_of(traced, x), traced.state_of(model)
+        with Counted() as counted:
+            costs = measure(traced, plan, values, state, share=share)
+        assert all(costs[name].backward > 0 for name in costs if name.startswith("linear"))
+        products: int = counted.products
+        return products
+
+    assert ran(30, share=True) == ran(20, share=True) < ran(20, share=False)
+
+
+class Counted(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += "mm" in func.__name__
+        return func(*args, **(kwargs or {}))
 
 
 class Unlike(nn.Module):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.extend import find
 from fxpipe.extensions.leaf_modules.differentiate import differentiate_leaves
 from fxpipe.extensions.leaf_modules.measure import measure_leaves
 from fxpipe.passes.differentiate.differentiate import Wanted
@@ -20,7 +19,7 @@ from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.torchtools.state import untouched
 from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly, leaf_graph
-from tests.helpers.fronted import assert_equal, front_end, run_plan, values_of
+from tests.helpers.fronted import assert_equal, run_plan, values_of
 from tests.helpers.halves import assert_same
 from tests.partition import test_measure
 from tests.partition.test_measure import Counting
@@ -93,12 +92,6 @@ def test_a_stage_under_autograd_hands_over_its_gradients_in_two_steps(stages: in
     assert found[0].keys() == found[1].keys()
     assert len(found[0]) == len(list(model.parameters()))
     assert_same(list(found[0].values()), list(found[1].values()))
-
-
-def test_a_graph_with_leaf_modules_is_measured_whole() -> None:
-    reducible = find("option", "reducible")
-    assert reducible(front_end(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)))
-    assert not reducible(leaf_graph(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)))
 
 
 @pytest.mark.smoke
