@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fxpipe.entry import compile
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
-    from fxpipe.extensions.deferred_batchnorm.extension import DeferredBatchNorm
+    from fxpipe.extensions.deferred_batchnorm.defer_batchnorm import DeferredBatchNorm
     from fxpipe.extensions.dispatch.extension import Dispatch
     from fxpipe.extensions.inductor.extension import Inductor
     from fxpipe.extensions.leaf_modules.extension import LeafModules

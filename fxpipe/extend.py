@@ -58,7 +58,7 @@ _HERE = "fxpipe.extensions"
 _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "extension": {
         "cuda_graphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
-        "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
+        "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.defer_batchnorm:DeferredBatchNorm",
         "inductor": f"{_HERE}.inductor.extension:Inductor",
         "offload": f"{_HERE}.offload.extension:Offload",
     },
@@ -79,7 +79,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "public": {
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
         "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
-        "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.extension:DeferredBatchNorm",
+        "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.defer_batchnorm:DeferredBatchNorm",
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
         "Inductor": f"{_HERE}.inductor.extension:Inductor",
         "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",

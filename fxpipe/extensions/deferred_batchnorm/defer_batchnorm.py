@@ -13,6 +13,7 @@ micro-batch is still normalised by its own statistics, so no output and no gradi
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,11 +21,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxpipe.compiler.options import Options
 from fxpipe.errors import TraceError
+from fxpipe.extend import Extension
 from fxpipe.extensions.deferred_batchnorm.moments import gather
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import DeferredNorm, Traced
 from fxpipe.passes.graph.lazy_module import copied
+from fxpipe.passes.runner import Pass
 
 aten = torch.ops.aten
 _BATCH_NORM = aten._native_batch_norm_legit_functional.default
@@ -55,6 +59,24 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
             "DeferredBatchNorm, or what is called as it is"
         )
     return _Deferrer(copied(traced), modules).run()
+
+
+_PASSES = {"join": [("seed_randomness", Pass(defer_batchnorm, "traced, model", "traced"))]}
+
+
+@dataclass(frozen=True)
+class DeferredBatchNorm(Extension):
+    """Update BatchNorm's running statistics once per step, by the mean and variance of the whole
+    batch, as without micro-batches.
+
+    These are computed from those of the micro-batches, so the last bits may differ. Without this
+    extension each micro-batch updates the statistics, in order. Either way each micro-batch is
+    normalised by its own statistics.
+    """
+
+    def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+        """A pass behind the one that seeds random numbers."""
+        return _PASSES
 
 
 @dataclass
