@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.extensions.loss_weight.discarding import Discarding
+from fxpipe.extensions.loss_weight.weighing import Discarding
 from fxpipe.kernels.kernel import BackwardResult, PartialResult, Totals
 
 Run = Callable[[Any, Totals], Sequence[Tensor | None]]
