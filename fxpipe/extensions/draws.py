@@ -8,44 +8,35 @@ from torch._higher_order_ops import utils
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.errors import TraceError
+from fxpipe.passes.tracing.explain import CONTROL_FLOW
+
 
 class Draws(TorchDispatchMode):
-    """A dispatch mode that calls ``operation`` in place of every PyTorch operation.
+    """A dispatch mode that calls ``operation`` in place of every PyTorch operation."""
 
-    Attributes:
-        traced: whether a higher-order operator such as ``torch.cond`` ran: it makes PyTorch trace.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.traced = False
+    supports_higher_order_operators = True  # such as attention that PyTorch makes of functions
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.cond compile its branches; the mode still sees their operations."""
+        """Let such an operator compile what it calls."""
         return getattr(utils, "_in_hop_compile", bool)()
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if isinstance(func, HigherOrderOperator):  # the functions that it calls may draw, too
-            self.traced = True
-            return func(*map(self._inside, args), **(kwargs or {}))
+        if isinstance(func, HigherOrderOperator):
+            if func.name() in CONTROL_FLOW:  # threads that trace see each other's unfinished state
+                raise TraceError(
+                    f"a module that is called as it is calls torch's own {func.name()!r}, which "
+                    "PyTorch traces anew in every step; write an if or a loop of Python instead"
+                )
+            return func(*args, **(kwargs or {}))
         return self.operation(func, args, dict(kwargs or {}))
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operation."""
         return func(*args, **kwargs)
-
-    def _inside(self, argument: Any) -> Any:
-        """Wrap a higher-order operator's argument to run inside this mode, if it is a function."""
-        if not callable(argument):
-            return argument
-
-        def called(*args: Any) -> Any:
-            with self:
-                return argument(*args)
-
-        return called

@@ -42,7 +42,7 @@ _SHAPED_BY_VALUES = frozenset(
         *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
     )
 )
-_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
+CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
 _OUTSIDE = (".numpy()", "np.ndarray")
 
@@ -123,7 +123,7 @@ def refuse_unheld(model: nn.Module, program: ExportedProgram) -> None:
     regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     for node in chain.from_iterable(region.graph.nodes for region in regions):
         value, target = node.meta.get("val"), node.target
-        if isinstance(target, HigherOrderOperator) and target.name() in _CONTROL_FLOW:
+        if isinstance(target, HigherOrderOperator) and target.name() in CONTROL_FLOW:
             what = f"control flow of torch's own, {target.name().removesuffix('_impl')}"
             cure = "choose with torch.where, or write a Python loop of a fixed number of turns"
         elif isinstance(value, Tensor) and value.layout is not torch.strided:

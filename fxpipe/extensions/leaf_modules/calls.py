@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.extensions.leaf_modules.graph import Example, reserve_names, versions
+from fxpipe.extensions.leaf_modules.graph import Example, versions
 from fxpipe.extensions.leaf_modules.nests import (
     TensorPlace,
     UnfitLeaf,
@@ -58,11 +58,6 @@ def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
     return x
 
 
-_LIBRARY.define("sized(Tensor(a) x, int[] size, str leaf) -> Tensor(a)")
-_LIBRARY.impl("sized", _sized, "CompositeImplicitAutograd")
-_SIZED = torch.ops.fxpipe.sized.default
-
-
 @dataclass(frozen=True)
 class LeafCall:
     """One call of a leaf module.
@@ -91,7 +86,6 @@ class LeafCalls:
         """Take the leaf modules by name; ``unasked`` are those that the user did not name, whose
         results' sizes are checked in every step."""
         self.leaves = leaves
-        self.operator = _LEAF
         self.unasked = unasked
         self.calls: list[LeafCall] = []
         self._indices: Iterator[int] = iter(())
@@ -247,7 +241,8 @@ class _Rewriter:
         self.constants = constants
         self.writers: dict[str, str] = {}
         self.graph = fx.Graph()
-        reserve_names(self.graph, model, constants)
+        for name in (*model._parameters, *model._buffers, *constants):  # no new node takes it
+            self.graph._graph_namespace.create_name(name, None)
         copies: dict[fx.Node, fx.Node] = {}
         returned: Any = self.graph.graph_copy(traced.graph, copies)
         self.names = {old.name: new.name for old, new in copies.items()}
@@ -330,7 +325,7 @@ class _Rewriter:
                     value = self.graph.call_function(operator.getitem, (value, index))
             if checked:
                 item.args = (value, list(item.meta["val"].shape), call.name)
-                item.target = _SIZED
+                item.target = _sized
             else:
                 item.args = (value, path[-1]) if path else (value,)
                 item.target = operator.getitem if path else torch.ops.aten.alias.default

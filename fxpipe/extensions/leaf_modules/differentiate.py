@@ -7,7 +7,6 @@ there are, and what memory a stage takes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -41,13 +40,8 @@ class _Probe(Differentiator):
         kernel, arguments = self._kernel(stage), self.arguments(stage)
         given = {memory(x) for x in chain(*arguments) if isinstance(x, Tensor)}
         counting = Counting(meta=True)
-        try:
-            with counting:
-                result = kernel.forward(*arguments)
-        except Exception:  # perhaps only since it is counted
-            counting = Counting()  # stays at 0
-            with source.refusing_failures(gradients=kernel.recording):
-                result = kernel.forward(*self.arguments(stage))
+        with source.refusing_failures(gradients=kernel.recording), counting:
+            result = kernel.forward(*arguments)
         made = [x for x in (*result.outputs, *result.writes) if isinstance(x, Tensor)]
         others = {memory(x): size_in_bytes(x) for x in made if memory(x) not in given}
         self.note(stage, result.saved[0] if result.outputs else [])
@@ -66,7 +60,7 @@ class _Probe(Differentiator):
         kept = 0
         if seeds:
             kept = kernel.counted.saved
-            with counting if counting.peak else nullcontext():
+            with counting:
                 inputs, parameters = kernel.differentiated(saved, seeds)
         gradients = iter(inputs)
         for edge, has in zip(self.incoming(stage), kernel.input_gradients, strict=True):

@@ -18,10 +18,6 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.draws import Draws
 from fxpipe.random import SEEDED, UNSEEDED, draws, mix, with_defaults
 
-TAKES_TURNS = "fxpipe.takes_turns"
-"""Metadata key of a node that calls a module: whether that calls ``torch.cond`` or the like.
-PyTorch traces these when they run, forward and backward, which only one thread may do at a time."""
-
 
 class _ThreadState(threading.local):
     seed = 0

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fxpipe.errors import TraceError
 from fxpipe.extensions.leaf_modules.calls import LeafCalls
@@ -49,14 +47,9 @@ class Leaves(Fallback):
         self._told: set[str] = set()
 
     def begin(self) -> None:
-        """Look up the leaf modules by name again, in case some were replaced, and add norms whose
-        writes to their statistics no trace sees."""
+        """Look up the leaf modules by name again, in case some were replaced."""
         named = dict(self.model.named_modules())
         self.called.update((name, named[name]) for name in self.called if name in named)
-        for name, module in named.items() if self._exported else ():
-            if name not in self.called and (why := _hides(module)):
-                self.called[name] = module
-                self.unasked[name] = f"{name!r} ({why})"
 
     def trace(self, trace: Callable[[], Traced]) -> Traced:
         """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
@@ -146,15 +139,6 @@ class Leaves(Fallback):
                 _COST,
                 listed if few else ", ".join(kinds),
             )
-
-
-def _hides(module: nn.Module) -> str:
-    """Why a trace does not see what a norm writes to its statistics; empty if it does see it."""
-    if not isinstance(module, _NormBase) or not module.training or module.running_mean is None:
-        return ""
-    if isinstance(module, _InstanceNorm):
-        return "PyTorch does not show a trace what an InstanceNorm writes to its statistics"
-    return "its momentum is a number read from a tensor's values" if module.momentum is None else ""
 
 
 def _alike(named: Mapping[str, nn.Module], name: str) -> list[str]:

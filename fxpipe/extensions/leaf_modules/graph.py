@@ -6,7 +6,6 @@ do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,29 +13,14 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
-from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from
+from fxpipe.extensions.leaf_modules.draws import DrawsWatched, draw_from
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
 from fxpipe.ir.traced import AUTOCAST, DRAWS
-from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached
 from fxpipe.torchtools.state import assigned_in_place, tried, under
 
 _DROPOUTS = (_DropoutNd, nn.RNNBase, nn.MultiheadAttention)
-
-
-def reserve_names(graph: fx.Graph, model: nn.Module, others: Iterable[str] = ()) -> None:
-    """Keep new nodes from taking the names of the model's own tensors, or those of ``others``."""
-    for name in (*model._parameters, *model._buffers, *others):
-        graph._graph_namespace.create_name(name, None)
-
-
-def _drops(leaf: nn.Module) -> bool:
-    """Whether a leaf module of the user's holds a dropout in training mode. Its rate may be 0 now
-    and change later, which causes a new trace only in modules of torch.nn."""
-    return not fx.Tracer().is_leaf_module(leaf, "") and any(
-        isinstance(module, _DROPOUTS) and module.training for module in leaf.modules()
-    )
+"""Modules whose rate may be 0 now and change later, which causes no new trace in a leaf module."""
 
 
 def _place(x: Any) -> int | None:
@@ -68,10 +52,6 @@ class Example(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         leaf = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        # an in-place module works on a copy, and autograd itself refuses a wrong out=
-        may_write = getattr(leaf, "inplace", False) or "out" in n.kwargs
-        operands = [self.env[m] for m in n.all_input_nodes if m.op != "get_attr" and not may_write]
-        written = versions(operands)
         kept = self._attributes(leaf)
         with DrawsWatched() as watch, under(n.meta.get(AUTOCAST, ())):
             value = super().run_node(n)
@@ -82,21 +62,9 @@ class Example(fx.Interpreter):
                     f"sets its attribute {key[1]!r} in every call, which code outside of it reads "
                     "and would never see change; let its forward return it, too",
                 )
-        if versions(operands) != written:
-            what = n.name if leaf is None else f"leaf module {n.target!r}"
-            raise TraceError(
-                f"{what} at {source.of_node(n) or 'an unknown line'} writes into what it is given, "
-                "which other stages may read; let it work on a copy (x = x.clone())"
-            )
-        draws = watch.drew or (leaf is not None and _drops(leaf))
+        parts = () if leaf is None else leaf.modules()
+        draws = watch.drew or any(isinstance(x, _DROPOUTS) and x.training for x in parts)
         n.meta[DRAWS] = draw_from if n.all_input_nodes and draws else None
-        n.meta[TAKES_TURNS] = watch.traced
-        if isinstance(value, Tensor) and value.is_quantized:
-            raise TraceError(
-                f"{n.name} at {source.of_node(n) or 'an unknown line'} is a quantised tensor, "
-                "which cannot be traced; make and use it inside of one leaf module: compile(..., "
-                "extensions=[fxpipe.LeafModules(its name)])"
-            )
         tensor = isinstance(value, Tensor)
         n.meta["val"] = value.detach().to("meta") if tensor else detached(value)
         return value

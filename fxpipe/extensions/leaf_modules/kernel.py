@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
-from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from fxpipe.errors import PassError
-from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, SeededDraws, draw_from
+from fxpipe.extensions.leaf_modules.draws import SeededDraws, draw_from
 from fxpipe.ir.traced import AUTOCAST
 from fxpipe.kernels.graph import onto, strides_of_sum, totalled
 from fxpipe.kernels.kernel import (
@@ -26,9 +24,6 @@ from fxpipe.kernels.kernel import (
 )
 from fxpipe.torchtools.pytrees import memory
 from fxpipe.torchtools.state import Autocasts, uncached, under
-
-_TURN = RLock()
-"""Held while leaf modules may trace, as threads that trace see each other's unfinished state."""
 
 
 class CountedBytes(NamedTuple):
@@ -80,7 +75,6 @@ class AutogradKernel:
         nodes = self.forward_graph.graph.nodes
         self._written = frozenset(self.written)
         self._draws = any(node.target is draw_from for node in nodes)
-        self._takes_turns = any(node.meta.get(TAKES_TURNS) for node in nodes)
         self._casts = any(node.meta.get(AUTOCAST) for node in nodes)
         self._run = _under_autocast(self.forward_graph) if self._casts else self.forward_graph
 
@@ -109,7 +103,7 @@ class AutogradKernel:
         tensors = dict(zip(self.parameters, weights, strict=True)) | state
         seeded = SeededDraws() if self._draws else nullcontext()
         casts = under(()) if self._casts else nullcontext()
-        with self._turn(), torch.set_grad_enabled(self.recording), seeded, casts:
+        with torch.set_grad_enabled(self.recording), seeded, casts:
             arguments = tuple(map(uncached, sources)) if self._casts else tuple(sources)
             outputs = torch.func.functional_call(self._run, tensors, arguments)
         keeps = any(self.output_gradients)
@@ -147,7 +141,7 @@ class AutogradKernel:
         trained = [weight for weight in weights if weight.requires_grad]
         received = [*gradients]
         # a thread of autograd's own would hold the gradients for a moment longer
-        with self._turn(), torch.autograd.set_multithreading_enabled(False):
+        with torch.autograd.set_multithreading_enabled(False):
             computed: list[Tensor | None] = list(
                 torch.autograd.grad(roots, [*wanted, *trained], gradients, allow_unused=True)
                 if wanted or trained
@@ -192,9 +186,6 @@ class AutogradKernel:
         """Raise PassError: no plan has buckets for leaf modules."""
         raise PassError("autograd computes all gradients at once; sum them in one bucket")
 
-    def _turn(self) -> AbstractContextManager[Any]:
-        return _TURN if self._takes_turns else nullcontext()
-
 
 def _under_autocast(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph, whose nodes each run under the autocast they were traced under."""
@@ -202,12 +193,10 @@ def _under_autocast(module: fx.GraphModule) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         casts = node.meta.get(AUTOCAST)
-        if not casts or node.op not in ("call_function", "call_method", "call_module"):
+        if not casts or node.op not in ("call_function", "call_module"):
             continue
         function: Any = node.target
-        if node.op == "call_method":
-            function = partial(_call_method, function)
-        elif node.op == "call_module":
+        if node.op == "call_module":
             with graph.inserting_before(node):
                 node.args = (graph.get_attr(str(node.target)), *node.args)
             function = nn.Module.__call__
@@ -223,7 +212,3 @@ def _called_under(casts: Autocasts, function: Callable[..., Any]) -> Callable[..
             return function(*args, **kwargs)
 
     return called
-
-
-def _call_method(name: str, owner: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(owner, name)(*args, **kwargs)

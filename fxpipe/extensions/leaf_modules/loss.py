@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.extensions.leaf_modules.draws import TAKES_TURNS, DrawsWatched, draw_from
+from fxpipe.extensions.leaf_modules.draws import DrawsWatched, draw_from
 from fxpipe.ir.plan import Argument
 from fxpipe.ir.traced import AUTOCAST, DRAWS, Literal, Traced
 from fxpipe.passes.partition.assignment import compute_nodes
@@ -66,7 +66,6 @@ def attach_leaf_loss(
             "controls; draw with torch.rand"
         )
     value.meta[DRAWS] = draw_from if watch.drew else None
-    value.meta[TAKES_TURNS] = watch.traced
     value.meta[AUTOCAST] = autocasts()
     with suppress(Exception):  # not every loss can be traced
         value.meta[LOSS_GRAPH] = _graph_of(loss_module, output, leaves, spec)

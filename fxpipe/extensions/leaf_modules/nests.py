@@ -47,24 +47,15 @@ def refuse_objects(name: str, given: Any) -> None:
     Raises:
         UnfitLeaf: it is given another container.
     """
-    todo = [given]
-    while todo:
-        value = todo.pop()
-        parts = _parts(value)
-        if len(parts) == 1 and parts[0] is value:
-            continue
-        if type(value) not in (tuple, list, dict):
-            raise UnfitLeaf(
-                name,
-                f"is given a {type(value).__name__}, which no graph makes; mark a module around it "
-                "as the leaf, or give it tensors, tuples, lists or dicts of them",
-            )
-        todo += parts
-
-
-def _parts(value: Any) -> list[Any]:
-    """What a container holds, or else the value itself."""
-    return pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
+    if type(given) in (tuple, list, dict):
+        for part in given.values() if isinstance(given, dict) else given:
+            refuse_objects(name, part)
+    elif [*map(id, pytree.tree_leaves(given))] != [id(given)]:
+        raise UnfitLeaf(
+            name,
+            f"is given a {type(given).__name__}, which no graph makes; mark a module around it "
+            "as the leaf, or give it tensors, tuples, lists or dicts of them",
+        )
 
 
 def with_places(name: str, what: str, values: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +18,6 @@ import fxpipe.passes.tracing.trace
 from tests.helpers.around import Around
 from tests.helpers.profiles import deep
 from tests.helpers.unasked import told, train_both
-from tests.oracles import loop
-
-# torch.cond's own, in any model
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 Function = Callable[[Any, Tensor], Any]
 
@@ -90,22 +85,10 @@ def chooses(net: Any, x: Tensor) -> Tensor:
     return y
 
 
-def chooses_layers(net: Any, x: Tensor) -> Tensor:
-    y: Tensor = torch.cond(x.sum() > 0, net.layer, torch.tanh, (x,))
-    return y
-
-
 def goes_on(net: Any, x: Tensor) -> Tensor:
     start = torch.tensor(0), net.layer(x)
     more: Tensor = while_loop(lambda i, y: y.abs().sum() > i, lambda i, y: (i + 1, y / 2), start)[1]
     return more
-
-
-def goes_on_unrecorded(net: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        factor = goes_on(net, x)
-    y: Tensor = net.layer(x) * factor
-    return y
 
 
 def maps(net: Any, x: Tensor) -> Tensor:
@@ -124,8 +107,6 @@ def maps(net: Any, x: Tensor) -> Tensor:
             (lambda: Does(assigns), "inner"),
             (lambda: Does(packs, nn.LSTM(4, 4, batch_first=True)), "inner"),
             (lambda: Does(scales, Does(counts)), "inner"),
-            (lambda: Does(goes_on_unrecorded), "inner"),
-            (lambda: Does(maps), "inner"),
         ),
     ],
 )
@@ -145,38 +126,15 @@ def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
     assert f"fxpipe.LeafModules({leaf!r})" in message
 
 
-@pytest.mark.deep
-def test_stages_with_control_flow_of_torchs_own_trace_in_turns() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*map(Does, (chooses, goes_on, chooses_layers)), nn.Linear(4, 4))
-    alone = copy.deepcopy(model)
-    x, y = torch.randn(8, 4), torch.randn(8, 4)
-    with fxpipe.compile(
-        model, 3 * ["cpu"], microbatches=2, loss=F.mse_loss, partition=["1", "2"]
-    ) as pipe:
-        made = pipe.step(x, target=y)
-        assert torch.equal(made, loop.train(alone, 2, x, loss=F.mse_loss, target=y).loss)
-    loop.assert_same(loop.gradients(model), loop.gradients(alone))
-
-
-def test_what_is_drawn_in_a_branch_is_the_microbatchs() -> None:
-    def draws(net: Any, x: Tensor) -> Tensor:
-        noise = torch.cond(x.sum() > 0, torch.rand_like, torch.randn_like, (x.detach(),))
-        y: Tensor = net.layer(x) * noise
-        return y
-
-    losses = []
-    for cuts in (["inner"], ["inner", "last"]):
-        torch.manual_seed(0)
-        model, x = Around(Does(draws)), torch.randn(8, 4)
-        with fxpipe.compile(
-            model, (len(cuts) + 1) * ["cpu"], microbatches=4, loss=F.mse_loss, partition=cuts
-        ) as pipe:
-            torch.manual_seed(0)
-            losses.append([pipe.step(x, target=x) for _ in range(2)])
-    (first, second), again = losses
-    assert torch.equal(torch.stack([first, second]), torch.stack(again))
-    assert not torch.equal(first, second)
+@pytest.mark.smoke
+@pytest.mark.parametrize("function", [chooses, goes_on, maps])
+def test_control_flow_of_torchs_own_is_refused_with_what_to_write(function: Function) -> None:
+    options: Any = {"microbatches": 2, "loss": F.mse_loss}
+    with (
+        fxpipe.compile(Around(Does(function)), 2, **options) as pipe,
+        pytest.raises(fxpipe.TraceError, match="write an if or a loop of Python instead"),
+    ):
+        pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
 
 
 @pytest.mark.smoke

@@ -37,11 +37,10 @@ class Net(nn.Module):
         return made
 
 
-def step_as_the_loop(model: nn.Module, schedule: str) -> None:
+def step_as_the_loop(model: nn.Module, schedule: str, *leaves: type[nn.Module]) -> None:
     alone = copy.deepcopy(model)
-    with fxpipe.compile(
-        model, 2 * ["cpu"], schedule=schedule, microbatches=3, loss=F.cross_entropy
-    ) as pipe:
+    options: Any = {"loss": F.cross_entropy, "extensions": [fxpipe.LeafModules(*leaves)]}
+    with fxpipe.compile(model, 2 * ["cpu"], schedule=schedule, microbatches=3, **options) as pipe:
         for rows in (6, 7, 3):
             x, target = torch.randn(rows, 6), torch.randint(3, (rows,))
             made = pipe.step(x, target=target)
@@ -63,26 +62,16 @@ def normed_beside_a_write_through_a_view(net: Any, x: Tensor) -> Any:
 
 @pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 @pytest.mark.parametrize("between", [normed, normed_beside_a_write_through_a_view])
-def test_instance_norms_running_statistics_are_the_loops(between: Any, schedule: str) -> None:
+def test_instance_norms_running_statistics_are_refused_and_the_loops_in_a_leaf(
+    between: Any, schedule: str
+) -> None:
     model = Net(between)
-    step_as_the_loop(model, schedule)
+    message = r"what is written to the buffer 'norm\.running_.*fxpipe.LeafModules"
+    with pytest.raises(fxpipe.TraceError, match=message):
+        step_as_the_loop(model, schedule)
+    step_as_the_loop(model, schedule, nn.InstanceNorm1d)
     assert model.norm.running_mean is not None
     assert model.norm.running_mean.any()
-
-
-def test_instance_norm_of_pictures_keeps_its_statistics() -> None:
-    step_as_the_loop(
-        nn.Sequential(
-            nn.Unflatten(1, (1, 2, 3)),
-            nn.Conv2d(1, 4, 2, padding=1),
-            nn.InstanceNorm2d(4, track_running_stats=True, momentum=0.3),
-            nn.Flatten(),
-            nn.Linear(48, 3),
-        )
-        .double()
-        .float(),
-        "1f1b",
-    )
 
 
 @pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
@@ -108,7 +97,6 @@ def test_a_write_that_the_graph_lacks_is_noticed() -> None:
         return F.instance_norm(torch.stack([x, -x], 2), net.mean, net.mean).sum(2)
 
     model = Net(between)
-    del model.norm
     with pytest.raises(fxpipe.TraceError, match="written to the buffer 'mean'"):
         step_as_the_loop(model, "1f1b")
 
@@ -144,7 +132,6 @@ def test_what_is_chosen_by_whole_numbers_is_traced(
     between: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net(between)
-    del model.norm  # is called as it is
     step_as_the_loop(model, "1f1b")
     assert "cannot be traced" not in caplog.text
 
