@@ -22,7 +22,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.batch import ordinary
 from fxpipe.torchtools.meta import lent, standing_in
-from fxpipe.torchtools.state import move, to_device, whole_on_device
+from fxpipe.torchtools.state import move, to_device
 
 
 @contextmanager
@@ -45,8 +45,7 @@ def gathered(options: Options, call: Call, graphs: Iterable[Traced]) -> Iterator
                 shared = nn.Parameter if not options.whole else ()
                 stack.enter_context(standing_in(model, lambda x: isinstance(x, shared)))
             if options.places:
-                place = lent if options.apart else whole_on_device
-                stack.enter_context(place(model, constants, here))
+                stack.enter_context(lent(model, constants, here, apart=options.apart))
             yield _on_first(options, call)
 
 

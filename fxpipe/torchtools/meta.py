@@ -137,10 +137,13 @@ def _like(tensor: Tensor, scratch: Scratch | None) -> Tensor:
 
 
 @contextmanager
-def lent(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside the block, the parameters of a model hold numbers in memory of ``device`` that all of
-    them share, as much as the largest needs; its buffers, and other tensors, hold copies of their
-    values there. After it all hold their own data again, which nothing has moved or copied."""
+def lent(
+    model: nn.Module, others: Iterable[Tensor], device: torch.device, *, apart: bool
+) -> Iterator[None]:
+    """Inside the block, the buffers of a model, and other tensors, hold copies of their values in
+    memory of ``device``. So do its parameters, or, if stages are ``apart``, numbers in memory that
+    all of them share, as much as the largest needs. After it all hold their own data again, which
+    nothing has moved: who compares memory and versions does not take them for changed."""
     scratch = Scratch(device, signed=True)
     parameters = sorted(model.parameters(), key=size_in_bytes, reverse=True)
     copied = [*model.buffers(), *others]
@@ -148,9 +151,9 @@ def lent(model: nn.Module, others: Iterable[Tensor], device: torch.device) -> It
     try:
         for parameter in parameters:
             parameter.grad = None
-            parameter.data = scratch.like(parameter)
+            parameter.data = scratch.like(parameter) if apart else parameter.data.to(device)
         for tensor in copied:
-            tensor.data = tensor.data.to(device, copy=True)
+            tensor.data = tensor.data.to(device, copy=apart)
         torch.clear_autocast_cache()  # it has casts of the data
         yield
     finally:

@@ -213,26 +213,6 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def whole_on_device(
-    model: nn.Module, others: Iterable[Tensor], device: torch.device
-) -> Iterator[None]:
-    """Copy the whole model and other tensors to one device inside the block, where they stay the
-    same objects. Afterwards they have their own memory again, as nothing in the block changes them:
-    else who compares memory and versions would take them for changed by the user."""
-    tensors = [*model.parameters(), *model.buffers(), *others]
-    before = [(tensor, tensor.data, tensor.grad) for tensor in tensors if tensor.device != device]
-    try:
-        for tensor in tensors:
-            move(tensor, device)
-        yield
-    finally:
-        for tensor, data, gradient in before:
-            tensor.grad = None
-            tensor.data = data
-            tensor.grad = gradient
-
-
 def move(tensor: Tensor, device: torch.device) -> None:
     """Move a tensor and its gradient to a device. It stays the same object."""
     if tensor.device == device:

@@ -17,7 +17,7 @@ def test_lent_parameters_share_one_memory_and_get_their_own_data_back() -> None:
     before = [
         (x, x.data_ptr(), x.detach().clone()) for x in (*model.parameters(), *model.buffers())
     ]
-    with lent(model, [], torch.device("cpu")):
+    with lent(model, [], torch.device("cpu"), apart=True):
         assert len({x.data_ptr() for x in model.parameters()}) == 1
         assert model[0].weight is weight
         assert weight.grad is None
