@@ -65,7 +65,8 @@ def draw(seed: int, runs: int = 3, ranks: bool = True) -> Drawn:
     """The setting of a seed, and so many runs; with or without replicas, which take far longer.
     Seeds that follow each other have all schedules and models."""
     chance = random.Random(seed)
-    schedule, model = SCHEDULES[seed % len(SCHEDULES)], [*MODELS][seed % len(MODELS)]
+    number, at = divmod(seed, len(SCHEDULES))
+    schedule, model = SCHEDULES[at], [*MODELS][number % len(MODELS)]
     sizes = SIZES if schedule not in OVERLAPPING else [x for x in SIZES if x[0] in CUTS[model]]
     own = [name for name in OPTIONS if chance.random() < 0.3]
     where = chance.choice(2 * ["devices", "devices", "half", "streams"] + [*SUMMED] * ranks)
