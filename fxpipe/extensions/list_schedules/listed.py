@@ -36,7 +36,6 @@ def list_schedule(
     placement: Placement = one_each,
     limit: Limit = None,
     costs: Mapping[Any, float] | None = None,
-    latency: float = 0,
 ) -> Callable[[Urgency], Recipe]:
     """Decorator: register a schedule that is made by list scheduling as the recipe ``name``.
 
@@ -53,7 +52,6 @@ def list_schedule(
         limit: how many micro-batches a device keeps at most, each counted on every stage from its
             forward to the end of its backward or weight gradient.
         costs: kind, or kind and stage → the time to reckon with; by default the default times.
-        latency: the time of a transfer between two devices.
 
     Raises:
         InputError: ``kinds`` has no forward, or a letter that is no kind of task of a micro-batch;
@@ -68,7 +66,7 @@ def list_schedule(
             )
     if "F" not in kinds:
         raise InputError(f"schedule {name!r}: its kinds are {kinds!r}; give a forward, F, too")
-    for what, time in (*(costs or {}).items(), ("latency", latency)):
+    for what, time in (costs or {}).items():
         if not isinstance(time, Real) or not 0 <= time < float("inf"):
             raise InputError(
                 f"schedule {name!r}: the time of {what!r} is {time!r}; give one of at least 0"
@@ -76,7 +74,7 @@ def list_schedule(
 
     def register(urgency: Urgency) -> Recipe:
         # a recipe asks for one device after the other
-        rows = lru_cache(maxsize=1)(partial(_rows, name, kinds, urgency, limit, costs, latency))
+        rows = lru_cache(maxsize=1)(partial(_rows, name, kinds, urgency, limit, costs))
 
         def tasks(
             device: int,
@@ -105,7 +103,6 @@ def _rows(
     urgency: Urgency,
     limit: Limit,
     costs: Mapping[Any, float] | None,
-    latency: float,
     devices: int,
     microbatches: int,
     placement: tuple[int, ...],
@@ -133,27 +130,20 @@ def _rows(
     ready: list[tuple[list[Any], list[Any]]] = [([], []) for _ in room]
     rows: list[list[Task]] = [[] for _ in room]
     idle = [True] * devices
-    events: list[tuple[float, int, bool, Any]] = []  # time, number, whether a task ends, task
-    number = 0
+    running: list[tuple[float, int, Task]] = []  # when it ends, its device, the task
     for task, needs in waits.items():
         if not needs:
             heappush(ready[home[task]][task.kind != "F"], entries[task])
     now: float = 0
     while True:
-        while events and events[0][0] == now:
-            _, _, ends, task = heappop(events)
-            device = home[task]
-            if ends:
-                idle[device] = True
-                room[device] += task.kind == frees
-                for follower in then[task]:
-                    far = home[follower] != device
-                    arrival = now + latency if far else now
-                    heappush(events, (arrival, number := number + 1, False, follower))
-                continue
-            waits[task] -= 1
-            if not waits[task]:
-                heappush(ready[device][task.kind != "F"], entries[task])
+        while running and running[0][0] == now:
+            _, device, task = heappop(running)
+            idle[device] = True
+            room[device] += task.kind == frees
+            for follower in then[task]:
+                waits[follower] -= 1
+                if not waits[follower]:
+                    heappush(ready[home[follower]][follower.kind != "F"], entries[follower])
         for device, (forwards, others) in enumerate(ready):
             if not idle[device]:
                 continue
@@ -170,10 +160,10 @@ def _rows(
             idle[device] = False
             own = task.kind, task.stage
             time = costs[own if own in costs else task.kind]
-            heappush(events, (now + time, number := number + 1, True, task))
-        if not events:
+            heappush(running, (now + time, device, task))
+        if not running:
             break
-        now = events[0][0]
+        now = running[0][0]
     if sum(map(len, rows)) < len(waits):
         raise InputError(
             f"schedule {name!r}: the devices wait for one another with the forwards that "

@@ -135,14 +135,6 @@ def test_no_device_keeps_more_than_its_limit(
     assert max(device_stash(schedule, device) for device in range(p)) <= limit
 
 
-def test_a_transfer_takes_the_latency_that_is_reckoned_with() -> None:
-    """With slow transfers the first device has time for all its forwards before a gradient."""
-    near = listed("FB", latency=0, costs={"B": 1})(2, 4)
-    far = listed("FB", latency=2, costs={"B": 1})(2, 4)
-    assert str(near).splitlines()[2] == "0: F0 F1 F2 B0 F3 B1 B2 B3 U"
-    assert str(far).splitlines()[2] == "0: F0 F1 F2 F3 B0 B1 B2 B3 U"
-
-
 def test_a_recompute_comes_right_before_its_backward_if_it_sorts_last() -> None:
     schedule = listed("FRB", "BFR", limit=2)(1, 3)
     assert str(schedule.verify()).splitlines()[2] == "0: F0 F1 R0 B0 F2 R1 B1 R2 B2 U"
@@ -165,7 +157,7 @@ def test_a_limit_that_lets_no_micro_batch_through_is_refused() -> None:
         ("FBU", {}, "'U' is no task of a micro-batch"),
         ("FX", {}, "'X' is no task of a micro-batch"),
         ("FB", {"costs": {"F": -1}}, "the time of 'F' is -1"),
-        ("FB", {"latency": float("nan")}, "the time of 'latency' is nan"),
+        ("FB", {"costs": {"B": float("nan")}}, "the time of 'B' is nan"),
     ],
 )
 def test_rules_that_make_no_schedule_are_refused(
