@@ -143,7 +143,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "memory_budget": f"{_HERE}.memory_limits.budget:MemoryBudget",
         "guard": f"{_HERE}.python_state.state_guard:StateGuard",
         "copies_faults": f"{_HERE}.copies.rules:copies_faults",
-        "not_on_copies": f"{_HERE}.copies.rules:not_on_copies",
         "run_together": f"{_HERE}.copies.rules:run_together",
         "kept": f"{_HERE}.inductor.libraries:kept",
         "offload": f"{_HERE}.offload.lowering:LowerOffload",

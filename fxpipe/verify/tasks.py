@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fxpipe.errors import Fault, near
-from fxpipe.extend import find
 from fxpipe.formatting import numbers_text
 from fxpipe.ir.instruction import Wrong
 from fxpipe.ir.schedule import Schedule
@@ -141,9 +140,8 @@ class Window:
         i = key_index(self.schedule, task, here.device) if copied else task.microbatch
         first = self.spots.setdefault((task.kind, i, stage), here)
         if copied and task.kind not in "FBIWROPA":
-            wrong = find("option", "not_on_copies", f"schedule {self.schedule.name!r}")
-            misplaced: Wrong = wrong(self.schedule, stage, i, here.device)
-            return misplaced
+            what = f"device {here.device} has a copy of stage {stage}, which computes micro-batches"
+            return f"{what} alone; its weights are on device {home}", "move it there"
         if not copied and home != here.device:
             return f"stage {stage} is on device {home}", "move it there"
         if first is not here:

@@ -62,23 +62,22 @@ def test_a_backward_on_another_device_than_its_forward_is_told_where_that_is() -
     assert fault.cure == "move it there, or the forward here"
 
 
-@pytest.mark.parametrize(("row", "near"), [(0, "B0@0"), (1, "B1@0")])
-def test_a_task_of_ones_own_for_a_micro_batch_of_a_copy_is_refused_with_one_way_out(
-    row: int, near: str
+@pytest.mark.parametrize("per_microbatch", [True, False])
+def test_a_task_of_ones_own_for_a_micro_batch_of_a_stage_with_copies_is_refused(
+    per_microbatch: bool,
 ) -> None:
     task.define_task(
-        "X", "extra", run=lambda context: None, cost=1.0, follows="B", per_microbatch=True
+        "X", "extra", run=lambda context: None, follows="B", cost=1, per_microbatch=per_microbatch
     )
+    own = "X0@0" if per_microbatch else "X@0"
+    rows = [RIGHT[0].replace("B0@0", f"B0@0 {own}"), RIGHT[1]]
     try:
-        rows = [*RIGHT]
-        rows[0] = rows[0].replace("B0@0", "B0@0 X0@0")
-        assert accepts(Schedule.parse(HEAD + "\n".join(rows)))
-        rows[row] = rows[row].replace(near, f"{near} X1@0")
-        fault = fault_of(HEAD + "\n".join(rows))
-        assert "a copy on device 1 computes the forward of micro-batch 1" in fault.what
-        assert fault.cure.startswith("move that forward to device 0 as well, or define a task that")
-        moved = "0: F0@0 F1@0 F1@1 B1@1 A@1 B0@0 X0@0 B1@0 X1@0 A@0 U@0", "1: F0@1 B0@1 A@1 U@1"
-        assert accepts(Schedule.parse(HEAD + "\n".join(moved)))
+        if per_microbatch:
+            fault = fault_of(HEAD + "\n".join(rows))
+            assert "the weights of stage 0, whose copies have none of their own" in fault.what
+            assert fault.cure == "define a task that comes once a step"
+        else:
+            assert accepts(Schedule.parse(HEAD + "\n".join(rows)))
     finally:
         del task.KINDS["X"]
 
