@@ -94,7 +94,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "schedule": {
         "auto": f"{_HERE}.planner.auto:Auto",
-        "search": f"{_HERE}.planner.auto:search",
     },
     "recipe": {
         "1f1b-async": f"{_HERE}.overlapping.one_f_one_b_async:one_f_one_b_async",

@@ -57,6 +57,8 @@ SCHEDULES = {
     "can read",
     "dualpipe": 'write "dualpipe-v", which has both directions in one V of stages',
     "pipedream-vertical": 'write "1f1b-async", which has its order and its delay',
+    "search": 'write "1f1b", pipe.prepare(x, target=y), found = fxpipe.search_schedule(pipe.plan, '
+    "microbatches), and then compile(..., schedule=found.schedule)",
 }
 """Name of a schedule → the same."""
 

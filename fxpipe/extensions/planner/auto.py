@@ -34,15 +34,6 @@ class Auto(LateSchedule):
         return recipe, partial(AutoCompiler, placement=placement)
 
 
-def search() -> LateSchedule:
-    """``schedule="search"``, which was removed: raise InputError with what to write."""
-    raise InputError(
-        'schedule="search" was removed: write pipe.prepare(x, target=y) and found = '
-        "fxpipe.search_schedule(pipe.plan, microbatches), and compile(..., "
-        "schedule=found.schedule)"
-    )
-
-
 @dataclass(eq=False)
 class PendingPlacement:
     """The places of stages that are not chosen yet: ``place`` changes until the stages are made."""
