@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from fxpipe.compiler.placement import Budget
 from fxpipe.errors import PartitionError
-from fxpipe.extensions.memory_limits.held import arrival_peaks, stash_peaks
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.partition.work import StageDevices, StageLoad
 
 _TRIES = 8
 """The most cuts that are tried."""
+
+_MOVING = 3
+"""How many micro-batches a stage that offloads them holds: one is stored, one computed, and one
+fetched."""
 
 
 class MemoryBudget(Budget):
@@ -27,8 +31,11 @@ class MemoryBudget(Budget):
 
     def __init__(self, schedule: Schedule, machine: StageDevices) -> None:
         """Limit what the stages of this schedule hold."""
-        peaks, arrived = stash_peaks(schedule), arrival_peaks(schedule)
-        super().__init__(replace(machine, peaks=peaks, arrived=arrived))
+        # a stage that recomputes holds its inputs longer than all else
+        rows = [[task for task in row if task.kind not in "ROP"] for row in schedule.rows]
+        plain = replace(schedule, rows=tuple(map(tuple, rows)))
+        saved, arrived = (_held(schedule, each.stash().stages) for each in (schedule, plain))
+        super().__init__(replace(machine, peaks=saved, arrived=arrived))
         self._placement = schedule.placement
         self._reserved: dict[int, int] = {}
         self._left = _TRIES
@@ -67,3 +74,15 @@ class MemoryBudget(Budget):
         beyond = any(load.memory > limit for load, limit in zip(loads, machine.limits, strict=True))
         self.nearest = self.nearest and not beyond
         return False
+
+
+def _held(schedule: Schedule, stash: Sequence[int]) -> tuple[int, ...]:
+    """Stage → of the micro-batches between forward and backward those that it does not offload."""
+    stored = Counter(task.stage for row in schedule.rows for task in row if task.kind == "O")
+    windows = schedule.depth + 1
+    return tuple(
+        min(count, windows * (schedule.microbatches - stored[stage]) + _MOVING)
+        if stored[stage]
+        else count
+        for stage, count in enumerate(stash)
+    )
