@@ -74,7 +74,6 @@ def plan_sizes(
             for index, whole in tensors.items()
         },
         buckets={s.index: s.buckets for s in plan.stages if s.buckets},
-        started={} if any(optimizers) else gradients,
         optimizer={
             # written buffers count twice, as a step reads copies of them
             index: keeps + gradients[index] + written[index] + buffers[index]

@@ -176,7 +176,9 @@ class Holding:
             pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
             self._take(*pieces)
         if _adds(instruction):
-            before += self._accumulate(instruction.stage, instruction.batch)
+            sums = self._sum(instruction.stage, instruction.batch)
+            if sums.key not in self._count:
+                self._take(sums)
         more = 0
         match instruction:
             case ins.Update():
@@ -254,17 +256,6 @@ class Holding:
         size = self.sizes.part(stage, 0, 1, bucket if stage in self.program.buckets else None)
         return Piece("gradients", ("arriving", *key), size)
 
-    def _accumulate(self, stage: int, batch: int) -> int:
-        """Hold a stage's sums of gradients; return the bytes that are copied to start new ones."""
-        if self._sum(stage, batch).key in self._count:
-            return 0
-        self._take(self._sum(stage, batch))
-        return self._started(stage)
-
-    def _started(self, stage: int) -> int:
-        """Bytes of earlier gradients to which a step's first ones are added; none on a copy."""
-        return self.sizes.started.get(stage, 0) if self._owns(stage) else 0
-
     def _update(self, update: ins.Update) -> int:
         """Hold a new version; return what the update needs while it runs. The runtime keeps as many
         as the delay allows, even if a late update needs fewer."""
@@ -280,8 +271,7 @@ class Holding:
         if key is None:
             return None
         if _adds(instruction):
-            sums = self._sum(instruction.stage, instruction.batch)
-            if sums.key in self._count or self._started(instruction.stage):
+            if self._sum(instruction.stage, instruction.batch).key in self._count:
                 return self.sizes.adding.get(key, self.sizes.runs.get(key))
         return self.sizes.runs.get(key)
 

@@ -101,7 +101,6 @@ class Sizes:
         elements: stage → (number of elements, bytes of one) for each parameter's gradient. If
             missing, ``gradients`` counts as one gradient of single bytes.
         buckets: stage → the parameters of each bucket in which replicas sum its gradients.
-        started: stage → bytes of earlier gradients to which the first ones of a step are added.
         optimizer: stage → bytes of its optimizer's state, and of all else that is always there.
         updating: stage → bytes that its update needs while it runs.
         holds: stage → values that its ``saved`` holds.
@@ -124,7 +123,6 @@ class Sizes:
     gradients: Mapping[int, int] = field(default_factory=dict)
     elements: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     buckets: Mapping[int, Sequence[tuple[int, ...]]] = field(default_factory=dict)
-    started: Mapping[int, int] = field(default_factory=dict)
     optimizer: Mapping[int, int] = field(default_factory=dict)
     updating: Mapping[int, int] = field(default_factory=dict)
     holds: Mapping[int, frozenset[str]] = field(default_factory=dict)

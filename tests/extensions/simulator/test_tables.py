@@ -74,8 +74,9 @@ def test_memory_counts_what_the_micro_batches_in_flight_keep() -> None:
             first = pipe.simulate().memory[0]
             assert columns(pipe, "memory")[0] == bytes_text(first.peak)
             peaks.append(first.peak)
-    # of two more micro-batches the input, and the output of Tanh
-    assert peaks[1] - peaks[0] == 2 * (2 * samples * width * 4)
+    # of two more micro-batches the input, and the output of Tanh; but at its peak 1F1B holds a
+    # gradient that it adds to another, and GPipe, in its first backward, none
+    assert peaks[1] - peaks[0] == 2 * (2 * samples * width * 4) - 4 * width**2
 
 
 def test_a_table_and_a_simulation_fit_80_columns() -> None:
