@@ -7,6 +7,7 @@ import pytest
 import fxpipe
 from fxpipe.extensions.memory_limits.budget import MemoryBudget
 from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import F
 from fxpipe.passes.partition.work import StageDevices, StageLoad
 
 
@@ -15,8 +16,9 @@ def loads(*memory: float) -> list[StageLoad]:
 
 
 def placed(*placement: int) -> Schedule:
-    """A schedule of nothing over stages on these devices."""
-    return Schedule("none", 1, placement, ((),) * len({*placement}))
+    """A schedule of one forward for each stage, on these devices."""
+    tasks = [[F(0, s) for s, home in enumerate(placement) if home == d] for d in {*placement}]
+    return Schedule("forwards", 1, placement, tuple(map(tuple, tasks)))
 
 
 def test_what_was_predicted_beyond_the_count_is_left_free_by_the_next_cut() -> None:
