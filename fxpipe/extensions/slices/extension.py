@@ -10,20 +10,8 @@ from torch import nn
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
-from fxpipe.extensions.slices.placing import (
-    chain_parameters,
-    cut_into_slices,
-    fold,
-    follow_first,
-    name_modules,
-    of_one_slice,
-)
+from fxpipe.extensions.slices.placing import Placing
 from fxpipe.extensions.slices.unroll import Cache, in_slices
-from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import Traced
-from fxpipe.passes.partition.assignment import Assignment
-from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import StageDevices
 from fxpipe.passes.runner import Pass
 
 
@@ -67,52 +55,20 @@ class Slices(Extension):
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """Passes that unroll the model, and place each slice like the first."""
-        slices, dim = options.recipe.slices, self.dim
+        placing = Placing(options.recipe.slices, self.dim)
 
         def unroll_slices(model: nn.Module) -> nn.Module:
-            return in_slices(model, slices, dim, self.cache)
+            return in_slices(model, placing.slices, self.dim, self.cache)
 
-        def divide_one_slice(
-            stages: int, machine: StageDevices
-        ) -> tuple[int, StageDevices, StageDevices]:
-            return of_one_slice(stages, machine, slices)
-
-        def fold_costs(traced: Traced, costs: Mapping[str, NodeCost]) -> dict[str, NodeCost]:
-            return fold(traced, costs, slices, dim)
-
-        def spread_slices(traced: Traced, assignment: Assignment) -> Assignment:
-            return follow_first(traced, assignment, assignment.stages, slices, dim)
-
-        def all_slices(whole_machine: StageDevices) -> StageDevices:
-            return whole_machine
-
-        def follow_slices(traced: Traced, assignment: Assignment) -> Assignment:
-            return follow_first(traced, assignment, assignment.stages // slices, slices, dim)
-
-        def name_stages(traced: Traced, assignment: Assignment, plan: Plan) -> Plan:
-            return name_modules(traced, assignment, plan, slices)
-
-        def chain(traced: Traced, assignment: Assignment) -> tuple[Traced, Assignment]:
-            return chain_parameters(traced, assignment, slices)
-
-        def refuse_draws(traced: Traced) -> None:
-            if traced.seeded and cut_into_slices(traced, slices, dim)[1:]:
-                raise InputError(
-                    "the model draws random numbers, and slices would draw others than whole "
-                    "sequences, with which they are compared; set dropout to 0, or take a schedule "
-                    "without slices"
-                )
-
+        placed, machine = "traced, assignment", "stages, machine"
+        fold = Pass(placing.fold_costs, "traced, costs", "costs", when="not named")
+        divide = Pass(placing.divide_one_slice, machine, f"{machine}, whole_machine")
+        spread = Pass(placing.spread_slices, f"{placed}, whole_machine", "assignment, machine")
         return {
             "trace": [("", Pass(unroll_slices, "model", "model"))],
-            "partition": [
-                ("", Pass(fold_costs, "traced, costs", "costs", when="not named")),
-                ("", Pass(divide_one_slice, "stages, machine", "stages, machine, whole_machine")),
-                ("cut_at", Pass(all_slices, "whole_machine", "machine")),
-                ("cut_at", Pass(spread_slices, "traced, assignment", "assignment")),
-            ],
-            "follow": [("place_like", Pass(follow_slices, "traced, assignment", "assignment"))],
-            "join": [("seed_randomness", Pass(refuse_draws, "traced", ""))],
-            "fit": [("relay", Pass(chain, "traced, assignment", "traced, assignment"))],
-            "plan": [("cut", Pass(name_stages, "traced, assignment, plan", "plan"))],
+            "partition": [("", fold), ("", divide), ("cut_at", spread)],
+            "follow": [("place_like", Pass(placing.follow_slices, placed, "assignment"))],
+            "join": [("seed_randomness", Pass(placing.refuse_draws, "traced", ""))],
+            "fit": [("relay", Pass(placing.chain_parameters, placed, placed))],
+            "plan": [("cut", Pass(placing.name_stages, f"{placed}, plan", "plan"))],
         }

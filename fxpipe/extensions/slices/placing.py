@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import InputError, PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.graph.lazy_module import copied
@@ -27,147 +27,166 @@ Key = tuple[str, str, int]
 """A node's submodule, its operation, and its number among such nodes of its slice."""
 
 
-def of_one_slice(
-    stages: int, machine: StageDevices, slices: int
-) -> tuple[int, StageDevices, StageDevices]:
-    """The stages and the machine of one slice, and the machine of all."""
-    row = stages // slices
-    return (
-        row,
-        replace(
+@dataclass(frozen=True)
+class Placing:
+    """Passes that place the slices of a model like its first.
+
+    Attributes:
+        slices: how many there are.
+        dim: the dimension of the sequence.
+    """
+
+    slices: int
+    dim: int
+
+    def divide_one_slice(
+        self, stages: int, machine: StageDevices
+    ) -> tuple[int, StageDevices, StageDevices]:
+        """The stages and the machine of one slice, and the machine of all."""
+        row = stages // self.slices
+        return (
+            row,
+            replace(
+                machine,
+                speeds=machine.speeds[:row],
+                peaks=machine.peaks[:row],
+                arrived=machine.arrived[:row],
+                reserved=machine.reserved[:row],
+                per_byte=tuple(each[:row] for each in machine.per_byte[:row]),
+                per_message=tuple(each[:row] for each in machine.per_message[:row]),
+                names=machine.names[:row],
+            ),
             machine,
-            speeds=machine.speeds[:row],
-            peaks=machine.peaks[:row],
-            arrived=machine.arrived[:row],
-            reserved=machine.reserved[:row],
-            per_byte=tuple(each[:row] for each in machine.per_byte[:row]),
-            per_message=tuple(each[:row] for each in machine.per_message[:row]),
-            names=machine.names[:row],
-        ),
-        machine,
-    )
+        )
 
-
-def fold(
-    traced: Traced, costs: Mapping[str, NodeCost], slices: int, dim: int
-) -> dict[str, NodeCost]:
-    """The costs of nodes, those of slice 0 with those of their counterparts, which cost nothing."""
-    parts = cut_into_slices(traced, slices, dim)
-    names = {key: node.name for key, node in _keyed(parts[0])}
-    folded = dict(costs)
-    for part in parts[1:]:
-        for key, node in _keyed(part):
-            if key not in names:
-                continue  # such as the loss
-            one, more = folded[names[key]], costs[node.name]
-            folded[names[key]] = replace(
-                one, forward=one.forward + more.forward, backward=one.backward + more.backward
-            )
-            folded[node.name] = NodeCost(0.0, 0.0, 0)
-    return folded
-
-
-def follow_first(
-    traced: Traced, assignment: Assignment, row: int, slices: int, dim: int
-) -> Assignment:
-    """Let every slice follow slice 0, whose nodes are on the first ``row`` stages. A graph that is
-    not in slices keeps its stages.
-
-    Raises:
-        PartitionError: operations of several slices would have to share a stage.
-    """
-    depth: dict[fx.Node, int] = {}
-    number: dict[fx.Node, int] = {}
-    parts = cut_into_slices(traced, slices, dim)
-    known = {key: assignment.nodes[node.name] for key, node in _keyed(parts[0])}
-    for index, part in enumerate(parts):
-        alone = []
-        for key, node in _keyed(part):
-            number[node] = index
-            sources = [depth[each] for each in node.all_input_nodes if each in depth]
-            depth[node] = max([known.get(key, 0), *sources])
-            if key not in known:
-                alone.append(node)
-        for node in reversed(alone):  # such as a mask: where it is read
-            users = [depth[user] for user in node.users if number.get(user) == index]
-            depth[node] = max(depth[node], min(users, default=0))
-    stage_of = {node: number[node] * row + depth[node] for node in depth}
-    for bond in bonds(traced, in_order(traced)):
-        if len({stage_of[node] for node in bond.nodes}) > 1:
-            raise PartitionError(
-                f"{bond.what} must be on one stage, and slices are stages of their own; take a "
-                "schedule without slices"
-            )
-    return Assignment(row * slices, {node.name: stage for node, stage in stage_of.items()})
-
-
-def chain_parameters(
-    traced: Traced, assignment: Assignment, slices: int
-) -> tuple[Traced, Assignment]:
-    """Let each slice of a stage hand its parameters on to the next, so that the gradient of all
-    later slices comes back as one, and a device holds one more at a time.
-
-    before:  stage 0 reads w, and sends it to stages 2 and 4, which are its next slices
-    after:   stage 0 sends w to stage 2, which sends w_on_2 to stage 4
-    """
-    row, chained = assignment.stages // slices, copied(traced)
-    stages, graph = dict(assignment.nodes), chained.graph
-    names = {argument.name for argument in traced.parameters}
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    for node in [node for node in graph.nodes if node.name in names]:
-        readers: dict[int, list[fx.Node]] = {}
-        for user in node.users:
-            if user.name in stages:
-                readers.setdefault(stages[user.name], []).append(user)
-        current: dict[int, fx.Node] = {}  # stage of the model → what its next slice reads
-        for stage in sorted(readers):
-            given = current.get(stage % row, node)
-            for reader in readers[stage]:
-                reader.replace_input_with(node, given)
-            if stage == min(readers) or stage + row not in readers:
-                continue
-            with graph.inserting_before(min(readers[stage], key=order.__getitem__)):
-                name = f"{node.name}_on_{stage}"
-                alias = graph.create_node(
-                    "call_function", torch.ops.aten.alias.default, (given,), name=name
+    def fold_costs(self, traced: Traced, costs: Mapping[str, NodeCost]) -> dict[str, NodeCost]:
+        """The costs of nodes: slice 0 has those of its counterparts, too, which cost nothing."""
+        parts = self._cut(traced)
+        names = {key: node.name for key, node in _keyed(parts[0])}
+        folded = dict(costs)
+        for part in parts[1:]:
+            for key, node in _keyed(part):
+                if key not in names:
+                    continue  # such as the loss
+                one, more = folded[names[key]], costs[node.name]
+                folded[names[key]] = replace(
+                    one, forward=one.forward + more.forward, backward=one.backward + more.backward
                 )
-            alias.meta.update(node.meta)
-            stages[alias.name] = stage
-            current[stage % row] = alias
-    graph.lint()
-    return chained, Assignment(assignment.stages, stages)
+                folded[node.name] = NodeCost(0.0, 0.0, 0)
+        return folded
 
+    def spread_slices(
+        self, traced: Traced, assignment: Assignment, whole_machine: StageDevices
+    ) -> tuple[Assignment, StageDevices]:
+        """Let every slice follow the first, which has been divided, and take the machine of all."""
+        return self._follow_first(traced, assignment, assignment.stages), whole_machine
 
-def name_modules(traced: Traced, assignment: Assignment, plan: Plan, slices: int) -> Plan:
-    """Let the stages of all slices name the submodules that run in them, slice by slice."""
-    row = assignment.stages // slices
-    stage_of = {name: stage % row for name, stage in assignment.nodes.items()}
-    names = [whole_modules(traced.graph, stage_of, stage) for stage in range(row)]
-    stages = tuple(replace(stage, modules=names[stage.index % row]) for stage in plan.stages)
-    return replace(plan, stages=stages)
+    def follow_slices(self, traced: Traced, assignment: Assignment) -> Assignment:
+        """Let every slice of a further graph follow its first."""
+        return self._follow_first(traced, assignment, assignment.stages // self.slices)
 
+    def chain_parameters(self, traced: Traced, assignment: Assignment) -> tuple[Traced, Assignment]:
+        """Let each slice of a stage hand its parameters on to the next, so that the gradient of all
+        later slices comes back as one, and a device holds one more at a time.
 
-def cut_into_slices(traced: Traced, slices: int, dim: int) -> list[list[fx.Node]]:
-    """Slice → its nodes; a single list if the graph is not in slices. Each slice begins where it is
-    cut out of an input; the last has what follows, such as the loss."""
-    inputs = {name for name in traced.inputs if name is not None}
-    parts: list[list[fx.Node]] = [[]]
-    for node in compute_nodes(traced.graph):
-        if len(parts) < slices and _cuts(node, inputs, len(parts), slices, dim):
-            parts.append([])
-        parts[-1].append(node)
-    return parts if len(parts) == slices else [compute_nodes(traced.graph)]
+        before:  stage 0 reads w, and sends it to stages 2 and 4, which are its next slices
+        after:   stage 0 sends w to stage 2, which sends w_on_2 to stage 4
+        """
+        row, chained = assignment.stages // self.slices, copied(traced)
+        stages, graph = dict(assignment.nodes), chained.graph
+        names = {argument.name for argument in traced.parameters}
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        for node in [node for node in graph.nodes if node.name in names]:
+            readers: dict[int, list[fx.Node]] = {}
+            for user in node.users:
+                if user.name in stages:
+                    readers.setdefault(stages[user.name], []).append(user)
+            current: dict[int, fx.Node] = {}  # stage of the model → what its next slice reads
+            for stage in sorted(readers):
+                given = current.get(stage % row, node)
+                for reader in readers[stage]:
+                    reader.replace_input_with(node, given)
+                if stage == min(readers) or stage + row not in readers:
+                    continue
+                with graph.inserting_before(min(readers[stage], key=order.__getitem__)):
+                    name = f"{node.name}_on_{stage}"
+                    alias = graph.create_node(
+                        "call_function", torch.ops.aten.alias.default, (given,), name=name
+                    )
+                alias.meta.update(node.meta)
+                stages[alias.name] = stage
+                current[stage % row] = alias
+        graph.lint()
+        return chained, Assignment(assignment.stages, stages)
 
+    def name_stages(self, traced: Traced, assignment: Assignment, plan: Plan) -> Plan:
+        """Let the stages of all slices name the submodules that run in them, slice by slice."""
+        row = assignment.stages // self.slices
+        stage_of = {name: stage % row for name, stage in assignment.nodes.items()}
+        names = [whole_modules(traced.graph, stage_of, stage) for stage in range(row)]
+        stages = tuple(replace(stage, modules=names[stage.index % row]) for stage in plan.stages)
+        return replace(plan, stages=stages)
 
-def _cuts(node: fx.Node, inputs: Collection[str], number: int, slices: int, dim: int) -> bool:
-    """Whether a node cuts slice ``number`` out of an input."""
-    if node.target is not torch.ops.aten.narrow.default:
-        return False
-    value, *where = node.args
-    if not isinstance(value, fx.Node) or value.name not in inputs:
-        return False
-    part = value.meta["val"].shape[dim] // slices
-    return where == [dim, number * part, part]
+    def refuse_draws(self, traced: Traced) -> None:
+        """Raise InputError if a graph in slices draws random numbers."""
+        if traced.seeded and self._cut(traced)[1:]:
+            raise InputError(
+                "the model draws random numbers, and slices would draw others than whole "
+                "sequences, with which they are compared; set dropout to 0, or take a schedule "
+                "without slices"
+            )
+
+    def _follow_first(self, traced: Traced, assignment: Assignment, row: int) -> Assignment:
+        """Let every slice follow slice 0, whose nodes are on the first ``row`` stages. A graph that
+        is not in slices keeps its stages.
+
+        Raises:
+            PartitionError: operations of several slices would have to share a stage.
+        """
+        depth: dict[fx.Node, int] = {}
+        number: dict[fx.Node, int] = {}
+        parts = self._cut(traced)
+        known = {key: assignment.nodes[node.name] for key, node in _keyed(parts[0])}
+        for index, part in enumerate(parts):
+            alone = []
+            for key, node in _keyed(part):
+                number[node] = index
+                sources = [depth[each] for each in node.all_input_nodes if each in depth]
+                depth[node] = max([known.get(key, 0), *sources])
+                if key not in known:
+                    alone.append(node)
+            for node in reversed(alone):  # such as a mask: where it is read
+                users = [depth[user] for user in node.users if number.get(user) == index]
+                depth[node] = max(depth[node], min(users, default=0))
+        stage_of = {node: number[node] * row + depth[node] for node in depth}
+        for bond in bonds(traced, in_order(traced)):
+            if len({stage_of[node] for node in bond.nodes}) > 1:
+                raise PartitionError(
+                    f"{bond.what} must be on one stage, and slices are stages of their own; take a "
+                    "schedule without slices"
+                )
+        return Assignment(row * self.slices, {node.name: stage for node, stage in stage_of.items()})
+
+    def _cut(self, traced: Traced) -> list[list[fx.Node]]:
+        """Slice → its nodes; a single list if the graph is not in slices. Each slice begins where
+        it is cut out of an input; the last has what follows, such as the loss."""
+        inputs = {name for name in traced.inputs if name is not None}
+        parts: list[list[fx.Node]] = [[]]
+        for node in compute_nodes(traced.graph):
+            if len(parts) < self.slices and self._cuts(node, inputs, len(parts)):
+                parts.append([])
+            parts[-1].append(node)
+        return parts if len(parts) == self.slices else [compute_nodes(traced.graph)]
+
+    def _cuts(self, node: fx.Node, inputs: Collection[str], number: int) -> bool:
+        """Whether a node cuts slice ``number`` out of an input."""
+        if node.target is not torch.ops.aten.narrow.default:
+            return False
+        value, *where = node.args
+        if not isinstance(value, fx.Node) or value.name not in inputs:
+            return False
+        part = value.meta["val"].shape[self.dim] // self.slices
+        return where == [self.dim, number * part, part]
 
 
 def _keyed(part: Sequence[fx.Node]) -> Iterator[tuple[Key, fx.Node]]:
