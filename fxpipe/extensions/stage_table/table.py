@@ -11,7 +11,7 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.extensions.tables import count_text, first_time, plain_table, runs, table_text, wrapped
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, Stage
-from fxpipe.kernels.graph import GraphKernel, is_compiled
+from fxpipe.kernels.graph import is_compiled
 from fxpipe.passes.partition.work import StageLoad
 
 _MODULES = 12
@@ -39,8 +39,8 @@ def stage_table(
     """Return the table of the stages, their modules, and a line on their balance.
 
     ``places`` are the locations of the devices, ``loads`` those of the stages, or empty, ``peaks``
-    the bytes that they are predicted to hold
-    at most, if that is known. What the columns mean is told by the first table of a process.
+    the bytes that devices are predicted to hold at most, if that is known. What the columns mean is
+    told by the first table of a process.
     """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
     title += f" in {replicas} replicas" * (replicas > 1)
@@ -70,7 +70,7 @@ def stage_table(
             f"> {share}" if load > heavy else share,
             bytes_text(into),
             bytes_text(sum(plan.bytes_of(edge) or 0 for edge in skips)),
-            _memory(compiled, schedule.placement[at], peaks),
+            "–" if peaks is None else bytes_text(peaks[schedule.placement[at]]),
         )
         on = " and ".join(f"{device} ({places[device]})" for device in schedule.devices_of(at))
         modules.append(wrapped(f"{at} on device {on}: {_modules(stage, prefix)}", "   "))
@@ -115,15 +115,6 @@ def _modules(stage: Stage, prefix: str) -> str:
     more = len(names) - _MODULES
     shown = ", ".join(names[:_MODULES]) + (f" and {more} more" if more > 0 else "")
     return shown or "none as a whole"
-
-
-def _memory(compiled: Compiled, device: int, peaks: Sequence[int] | None) -> str:
-    """The most that a device is predicted to hold; what stages under autograd save is not known."""
-    if peaks is None:
-        return "–"
-    stages = [compiled.plan.stages[stage] for stage in compiled.schedule.held_by(device)]
-    known = all(isinstance(stage.kernel, GraphKernel) for stage in stages)
-    return f"{'' if known else 'at least '}{bytes_text(peaks[device])}"
 
 
 def _milliseconds(stage: Stage, which: str) -> str:
