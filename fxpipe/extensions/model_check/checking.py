@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.plans import Plans
@@ -20,7 +22,7 @@ from fxpipe.passes.runner import Pass, run_all
 from fxpipe.passes.tracing.attach_loss import own_loss
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import checkpoints_opened
-from fxpipe.torchtools.pytrees import memory, taken_apart
+from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import (
     assigned_in_place,
     autocasts,
@@ -60,7 +62,7 @@ class Checking:
 
         def run() -> tuple[Any, Tensor | None]:
             with under(casts):
-                output, loss = self._called(call)
+                output, loss = self._called(call, call.with_loss)
             outputs[:] = [output]
             return output, loss
 
@@ -100,28 +102,51 @@ class Checking:
                 self._doubted = True
             if gradients:
                 with torch.enable_grad():
-                    _refuse_hidden(model, traced, outputs.pop() if outputs else run()[0])
+                    self._find_hidden(call, outputs.pop() if outputs else run()[0])
         return True
 
-    def _called(self, call: Call) -> tuple[Any, Tensor | None]:
+    def _called(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch; returns its output, and its loss or None."""
         args, kwargs, targets = call.batch.unflatten(call.leaves)
         model = self._options.model
         with assigned_in_place(model), checkpoints_opened():
             output = model(*args, **kwargs)
-            if not call.with_loss:
+            if not with_loss:
                 return output, None
             if self._options.objective.loss is not None:
                 return output, self._options.objective(output, *targets)
             return output, own_loss(output)
 
+    def _find_hidden(self, call: Call, output: Any) -> None:
+        """Raise TraceError if a backward from the model's ``output`` would give a gradient to a
+        tensor that is neither a parameter nor an input."""
+        args, kwargs, _ = call.batch.unflatten(call.leaves)
 
-def _refuse_hidden(model: nn.Module, traced: Traced, output: Any) -> None:
-    """Raise TraceError if a backward from the model's ``output`` would give a gradient to a tensor
-    that its graph takes for a constant, such as a parameter in a plain list."""
-    constants = {*map(memory, traced.constants.values())} - {*map(memory, model.parameters())}
-    for tensor in trained_by(taken_apart(output)):
-        if memory(tensor) in constants:
+        def again() -> Any:
+            return taken_apart(self._called(call, False)[0])
+
+        _refuse_hidden(self._options.model, (args, kwargs), taken_apart(output), again)
+
+
+def _refuse_hidden(model: nn.Module, inputs: Any, output: Any, again: Callable[[], Any]) -> None:
+    """Check that a backward through the model gives gradients to its parameters and inputs only.
+
+    A graph would take another tensor, such as a parameter in a plain list, for a constant, which
+    would silently get no gradient. A tensor that each run makes anew, such as
+    ``torch.zeros(3, requires_grad=True)`` in forward, does no harm.
+
+    Args:
+        output: the model's output for the inputs, computed with gradients enabled.
+        again: runs the model once more, to find the tensors that each run makes.
+
+    Raises:
+        TraceError: there is such a tensor.
+    """
+    known = {*map(id, model.parameters()), *map(id, pytree.tree_leaves(inputs))}
+    hidden = [tensor for tensor in trained_by(output) if id(tensor) not in known]
+    later = {id(tensor) for tensor in trained_by(again())} if hidden else set()
+    for tensor in hidden:
+        if id(tensor) in later:
             raise TraceError(
                 f"{type(model).__name__} reads a tensor of shape {tuple(tensor.shape)} that "
                 "requires a gradient and is no parameter of it, so that a pipeline would never "
