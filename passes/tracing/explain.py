@@ -115,7 +115,8 @@ def _is_trained(node: fx.Node) -> bool:
 
 def refuse_unheld(model: nn.Module, program: ExportedProgram) -> None:
     """Check that no line of a program, also inside of ``no_grad`` regions, makes a sparse tensor,
-    which would have no entries in a trace, or calls ``torch.cond`` or the like.
+    which would have no entries in a trace, calls ``torch.cond`` or the like, or writes where its
+    graph does not say so.
 
     Raises:
         TraceError: a line does so; names it.
@@ -126,6 +127,9 @@ def refuse_unheld(model: nn.Module, program: ExportedProgram) -> None:
         if isinstance(target, HigherOrderOperator) and target.name() in CONTROL_FLOW:
             what = f"control flow of torch's own, {target.name().removesuffix('_impl')}"
             cure = "choose with torch.where, or write a Python loop of a fixed number of turns"
+        elif target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+            what = "a write to an InstanceNorm's statistics"  # of which its schema says nothing
+            cure = "normalise without them (track_running_stats=False)"
         elif isinstance(value, Tensor) and value.layout is not torch.strided:
             what = "a sparse tensor"
             cure = "make it dense (to_dense()), or put the line into a submodule of its own"

@@ -57,6 +57,25 @@ def test_a_tensor_that_is_no_parameter_and_needs_a_gradient_is_refused(between: 
         step(Net(between))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.ones(4, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.held[0]
+
+
+def test_a_trained_tensor_that_only_a_leaf_module_reads_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 3))
+    leaves = fxpipe.LeafModules("1")
+    with (
+        fxpipe.compile(model, 2, loss=F.cross_entropy, extensions=[leaves]) as pipe,
+        pytest.raises(fxpipe.TraceError, match="requires a gradient and is no parameter of it"),
+    ):
+        pipe.step(torch.randn(4, 4), target=torch.zeros(4, dtype=torch.long))
+
+
 def test_a_loss_that_adds_the_models_weights_is_refused() -> None:
     model = Net(lambda net, x: x)
     message = r"the loss reads the model's parameter '.*', to which it would give no gradient"
