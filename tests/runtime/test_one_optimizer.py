@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,35 @@ def test_settings_of_one_stage_are_its_own_until_those_of_all_change() -> None:
         whole.param_groups[0]["lr"] = 0.25
         pipe.step(x, target=y)
         assert [part["lr"] for part in parts] == [0.25, 0.25]
+
+
+class Remembering(torch.optim.SGD):
+    """It keeps tensors in attributes, and counts in place."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.seen: dict[str, Any] = {"steps": [torch.zeros(())], "last": deque([torch.zeros(2)], 3)}
+        self.first = (parameters[0],)
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen["steps"][0] += 1
+        self.seen["last"][0] += 1
+        return super().step(closure)
+
+
+def test_each_stage_counts_on_its_own_in_tensors_of_its_optimizer() -> None:
+    model, data = make("mlp", 2, 4)
+    given = Remembering([*model.parameters()])
+    with compiled(model, 2, 3, given, schedule="1f1b") as pipe:
+        for x, y in data:
+            pipe.step(x, target=y)
+        parts = [each for each in made_by(pipe) if isinstance(each, Remembering)]
+        assert len(parts) == 2
+        for part in parts:
+            assert (part.seen["steps"], part.seen["last"].maxlen) == ([2], 3)
+            assert part.seen["last"][0].tolist() == [2, 2]
+            assert part.first[0] is next(model.parameters())
+        assert given.seen["steps"] == [0]
 
 
 def test_what_fits_no_one_optimizer_is_refused() -> None:
