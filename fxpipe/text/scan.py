@@ -14,7 +14,6 @@ _BLANKS = re.compile(r"[ \t\r]*")
 _TOKEN = re.compile(r"[^ \t\r]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _DIGITS = 9
-_LONGEST = 4_000
 _SHOWN = 80
 
 
@@ -146,10 +145,5 @@ def print_title(name: str) -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether a text can name a value or a node: an ASCII identifier and no keyword.
-
-    Its length is limited, as fx reads the digits at the end of a name as a number, and Python
-    reads no number of over 4,300 digits.
-    """
-    fits = len(text) <= _LONGEST and _NAME.fullmatch(text) is not None
-    return fits and not keyword.iskeyword(text)
+    """Whether a text can name a value or a node: an ASCII identifier and no keyword."""
+    return _NAME.fullmatch(text) is not None and not keyword.iskeyword(text)

@@ -147,26 +147,15 @@ def retire(versions: dict[int, Buffers], needed: int) -> Buffers:
     return {} if shared else spare
 
 
-def memory_like(now: Buffers, spare: Buffers) -> Buffers:
-    """Tensors to write the next version to, spare ones where possible. Parameters that are not
-    trained never change, so all versions share them."""
-    tensors = dict(now)
-    for name, tensor in now.items():
-        if tensor.requires_grad:
-            target = spare.get(name)
-            target = torch.empty_like(tensor) if target is None else target
-            tensors[name] = target.requires_grad_(True)
-    return tensors
-
-
 def copy_of(now: Buffers, spare: Buffers) -> Buffers:
-    """A copy of a version, in spare tensors where possible."""
-    tensors = memory_like(now, spare)
-    trained = [name for name, tensor in now.items() if tensor.requires_grad]
+    """A copy of a version, in spare tensors where possible. Parameters that are not trained never
+    change, so all versions share them."""
+    trained = {name: tensor for name, tensor in now.items() if tensor.requires_grad}
+    copies = {n: spare[n] if n in spare else torch.empty_like(x) for n, x in trained.items()}
     if trained:
         with torch.no_grad():
-            torch._foreach_copy_([tensors[name] for name in trained], [now[n] for n in trained])
-    return tensors
+            torch._foreach_copy_([*copies.values()], [*trained.values()])
+    return now | {name: tensor.requires_grad_(True) for name, tensor in copies.items()}
 
 
 def _alias(parameter: Tensor) -> Tensor:

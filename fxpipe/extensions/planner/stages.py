@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import Extension, find, there
@@ -26,7 +29,6 @@ from fxpipe.extensions.planner.candidates import (
     library_over,
     microbatch_counts,
 )
-from fxpipe.extensions.planner.resized import Resized
 from fxpipe.extensions.simulator.away import away_rates
 from fxpipe.extensions.simulator.costs import Times, measured_costs
 from fxpipe.extensions.simulator.pipe import given_links, held_sizes, predict_step
@@ -35,6 +37,8 @@ from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.task import BESIDE, KINDS
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.schedule import modes_of
 
 FAMILIES = ("zb-h1", "v-half", "interleaved-1f1b")
@@ -67,7 +71,8 @@ class Stages:
         self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._placement = compiled.schedule.placement
         self._size, self._options = size, compiler.options
-        self._resized = Resized(compiler, compiled)
+        graphs = compiler.plans.graphs.values()
+        self._graph = next(g for g in graphs if g.traced.module is compiled.traced.module)
         self._limits, self._links = limits, given_links(compiler.options)
         self._devices, self._limited = len(limits), any(limit < math.inf for limit in limits)
         group = compiler.options.group  # all ranks take the rates of the first: they choose alike
@@ -91,7 +96,9 @@ class Stages:
             if further == samples:
                 continue
             with suppress(FxpipeError):  # the graph may hold for one size of micro-batch only
-                costs = self._resized.costs(further)
+                with self._resized(further) as (call, traced, assignment):
+                    facts = call.as_trained(traced, self._options.model)
+                    costs = self.compiler.plans.placement.costs_of(facts, assignment)
                 stages = [replace(s, costs=costs[s.index]) for s in self._compiled.plan.stages]
                 plan = replace(self._compiled.plan, stages=tuple(stages))
                 self._measured[further] = _of_operations(plan)
@@ -166,10 +173,33 @@ class Stages:
         return least_seconds(self._known(self._samples(count)), recipe, count, self._devices)
 
     def _at(self, samples: int) -> Compiled:
-        """The same stages for micro-batches of another size."""
+        """The same step for micro-batches of another size, with a plan that is made for zeros, not
+        checked, and not kept. Raises FxpipeError as ``Plans.plan``."""
         if samples not in self._calls:
-            self._calls[samples] = self._resized.step(samples, self._updates)
+            compiled, plans = self._compiled, self.compiler.plans
+            traced, plan = compiled.traced, compiled.plan
+            if samples != compiled.samples:
+                with self._resized(samples) as (call, followed, assignment):
+                    graph = plans.relayed(call, followed, assignment)
+                    traced, plan = graph.traced, plans.differentiated(graph, call)
+            lowered, purpose = self.compiler.lowered, compiled.purpose
+            whole = partial(lowered, plan, compiled.schedule, purpose, self._updates)
+            made = replace(compiled, traced=traced, plan=plan, whole=whole, samples=samples)
+            self._calls[samples] = made
         return self._calls[samples]
+
+    @contextmanager
+    def _resized(self, samples: int) -> Iterator[tuple[Call, Traced, Assignment]]:
+        """Yield the step for micro-batches of so many zeros, with a graph for that size and its
+        stages. Inside, the model is as in ``Plans.gathered``."""
+        plans, graph = self.compiler.plans, self._graph
+        plans.look()
+        with plans.gathered(replace(graph.call.zeros(), fixed=False)) as here:
+            call = _of_size(here, samples)
+            traced = plans.trace(here)
+            if not traced.accepts(call.shapes):
+                traced = plans.trace(call)
+            yield call, traced, plans.placement.follow(traced, graph.traced, graph.assignment)
 
     def _held(self, samples: int) -> Sizes:
         """The bytes that these stages hold, for micro-batches of this size."""
@@ -220,6 +250,17 @@ class Stages:
         else:  # what it would keep is enough to compare equally fast ones
             peaks = tuple(float(stash * samples) for stash in run.device_stash)
         return Predicted(candidate, run.step_time, peaks)
+
+
+def _of_size(call: Call, samples: int) -> Call:
+    """The same call for micro-batches of another size, with zeros for data."""
+
+    def change(leaf: Any, dim: int | None) -> Any:
+        if dim is None or not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.new_zeros((*leaf.shape[:dim], samples, *leaf.shape[dim + 1 :]))
+
+    return replace(call, leaves=[*map(change, call.leaves, call.batch.dims)], size=samples)
 
 
 def _of_operations(plan: Plan) -> dict[tuple[str, int], float]:
