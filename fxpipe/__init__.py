@@ -38,14 +38,14 @@ from fxpipe.removed import gone
 if TYPE_CHECKING:
     from fxpipe.entry import compile
     from fxpipe.extensions.comparison.comparison import Comparison, compare
-    from fxpipe.extensions.cuda_graphs.extension import CudaGraphs
+    from fxpipe.extensions.cuda_graphs.capturing import CudaGraphs
     from fxpipe.extensions.deferred_batchnorm.defer_batchnorm import DeferredBatchNorm
     from fxpipe.extensions.dispatch.extension import Dispatch
-    from fxpipe.extensions.inductor.extension import Inductor
+    from fxpipe.extensions.inductor.compile_stages import Inductor
     from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.list_schedules.listed import list_schedule
     from fxpipe.extensions.loss_weight.extension import LossWeight
-    from fxpipe.extensions.offload.extension import Offload
+    from fxpipe.extensions.offload.add_offload import Offload
     from fxpipe.extensions.ranks.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule

@@ -57,10 +57,10 @@ _HERE = "fxpipe.extensions"
 
 _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "extension": {
-        "cuda_graphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
+        "cuda_graphs": f"{_HERE}.cuda_graphs.capturing:CudaGraphs",
         "deferred_batchnorm": f"{_HERE}.deferred_batchnorm.defer_batchnorm:DeferredBatchNorm",
-        "inductor": f"{_HERE}.inductor.extension:Inductor",
-        "offload": f"{_HERE}.offload.extension:Offload",
+        "inductor": f"{_HERE}.inductor.compile_stages:Inductor",
+        "offload": f"{_HERE}.offload.add_offload:Offload",
     },
     "instruction": {
         "offload": f"{_HERE}.offload.opcodes:Offload",
@@ -78,13 +78,13 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "public": {
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
-        "CudaGraphs": f"{_HERE}.cuda_graphs.extension:CudaGraphs",
+        "CudaGraphs": f"{_HERE}.cuda_graphs.capturing:CudaGraphs",
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.defer_batchnorm:DeferredBatchNorm",
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
-        "Inductor": f"{_HERE}.inductor.extension:Inductor",
+        "Inductor": f"{_HERE}.inductor.compile_stages:Inductor",
         "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
         "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
-        "Offload": f"{_HERE}.offload.extension:Offload",
+        "Offload": f"{_HERE}.offload.add_offload:Offload",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Slices": f"{_HERE}.slices.extension:Slices",
         "compare": f"{_HERE}.comparison.comparison:compare",
