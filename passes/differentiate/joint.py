@@ -209,6 +209,10 @@ class JointTrace:
         except NotRecorded:
             graph, computed = self._traced(given, has)
         _train_recurrent_layers(graph)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = (
+                torch.ops.aten.reshape.default
+            )  # strides may differ from those of the trace
         stage, returned = self._sides.stage, self._sides.returned
         inputs = self._arguments[self._buffers.stop :]
         of_inputs, of_parameters = computed[: len(inputs)], computed[len(inputs) :]

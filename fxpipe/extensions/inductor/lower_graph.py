@@ -32,8 +32,9 @@ _FORMAT = 8
 aten = torch.ops.aten
 
 _SHAPES = {
-    *(aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.expand.default),
-    *(aten.clone.default, aten.detach.default, aten.alias.default, aten._to_copy.default),
+    *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.expand.default),
+    *(aten.unsqueeze.default, aten.clone.default, aten.detach.default, aten.alias.default),
+    aten._to_copy.default,
 }
 """Operations whose results have the same entries as their operands."""
 

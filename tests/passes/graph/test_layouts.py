@@ -34,6 +34,14 @@ class Turned(nn.Module):
         return scores
 
 
+class Between(Turned):
+    """A norm right between two layers, which read and write the features last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2))
+        return made
+
+
 class Video(nn.Module):
     """Normalises frames whose images have shrunk to a single pixel."""
 
@@ -113,6 +121,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a view is written": (lambda: Written(_scaled_heads), (20, 32)),
     "rows are written": (lambda: Written(_scaled_rows), (20, 32)),
     "what a written view is of is read": (lambda: Written(_scaled_beside), (20, 32)),
+    "between two layers": (lambda: Between(nn.BatchNorm1d(6), False), (33, 4)),
 }
 
 
