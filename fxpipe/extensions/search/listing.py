@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -38,13 +37,8 @@ class Habit(NamedTuple):
     hold: float
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The habit for each stage, and whether a weight gradient also fills a shorter idle time on the
-    device that would otherwise have idled longest."""
-
-    habits: tuple[Habit, ...]
-    even: bool = False
+Policy = tuple[Habit, ...]
+"""Stage → how its device treats it."""
 
 
 def order_by_policy(
@@ -59,13 +53,12 @@ def order_by_policy(
     later stage of its device, so no order gets stuck. A list schedule that must take longer than
     ``cutoff`` is given up, with an infinite time.
     """
-    m, last, flush, even = problem.microbatches, problem.stages - 1, problem.flush, policy.even
+    m, last, flush = problem.microbatches, problem.stages - 1, problem.flush
     placement, held = problem.placement, problem.held
     deferred, keeps = problem.deferred, problem.keeps
     splits = not problem.whole
     took_f, took_i, took_w = problem.forward, problem.backward, problem.weight
     down, up = problem.down, problem.up
-    habits = policy.habits
     need = _needs(problem)
     first = [stages[0] if stages else -1 for stages in held]
     # room for sums of gradients is reserved, if a micro-batch fits beside them; where a device has
@@ -103,7 +96,6 @@ def order_by_policy(
     left = [work + more for work, more in zip(problem.work, problem.last, strict=True)]
     tasks = [(2 if problem.whole else 3) * m * len(stages) for stages in held]
     begun = [0.0 if flush else inf] * problem.devices
-    idled = [0.0] * problem.devices
     since = [-1.0] * problem.devices
     done = list(release)
     due = list(release)
@@ -117,7 +109,7 @@ def order_by_policy(
         best, code, blocked, waits = inf, -1, -1, -1
         soon = soon_i = soon_f = inf
         for s in held[d]:
-            habit = habits[s]
+            habit = policy[s]
             i, j = nf[s], ni[s]
             if i < m and i - j < habit[0]:
                 when = at_f[s][i]
@@ -143,15 +135,13 @@ def order_by_policy(
         if code >= 0 and not code % 3:
             s = code // 3
             awaited = min(soon_i, soon_f) if s == first[d] else soon_i
-            if awaited < now + habits[s][5] * took_f[s]:
+            if awaited < now + policy[s][5] * took_f[s]:
                 code = -1
         if waits >= 0 and code < 0:
             gap = soon - now
-            least = habits[blocked][4] if blocked >= 0 else habits[waits][3]
+            least = policy[blocked][4] if blocked >= 0 else policy[waits][3]
             patient = least == NEVER and blocked < 0 and nf[waits] < m
-            if (gap >= least * took_w[waits] and not patient) or (
-                even and idled[d] + gap > max(idled)
-            ):
+            if gap >= least * took_w[waits] and not patient:
                 code = 3 * waits + 2
         if code < 0:
             if since[d] < 0:
@@ -161,10 +151,8 @@ def order_by_policy(
                 heappush(heap, (soon, d))
             continue
         if since[d] >= 0:
-            if order[d]:
-                idled[d] += now - since[d]
-                if now + left[d] - begun[d] > cutoff:
-                    return inf, order, done
+            if order[d] and now + left[d] - begun[d] > cutoff:
+                return inf, order, done
             since[d] = -1.0
         s, kind = divmod(code, 3)
         order[d].append(code)

@@ -123,43 +123,18 @@ def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:
 
 
 def given_policies(problem: Problem) -> Iterator[Policy]:
-    """Yield fixed policies, the most promising first, zero-bubble's heuristic among them."""
+    """Yield fixed policies, the most promising first."""
     single = all(len(stages) <= 1 for stages in problem.held)
     styles = ("turns", "input", "forward") if single else ("ideal", "deep", "input", "forward")
     others = ((0.0, 0.0), (1.0, 0.0)) if single else ((0.0, 1.0), (0.0, 0.0))
     shares = ((share, ceil) for share in (1.0, 1.1, 0.85, 1.25, 0.7, inf))
-    for number, (share, rounded) in enumerate(((1.0, floor), *shares)):
+    for share, rounded in ((1.0, floor), *shares):
         limits = limits_of(problem, share, rounded)
         for gap, (room_gap, hold), style in product(_GAPS, others, styles):
-            yield Policy(
-                tuple(
-                    Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, hold)
-                    for s, limit in enumerate(limits)
-                )
+            yield tuple(
+                Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, hold)
+                for s, limit in enumerate(limits)
             )
-            if not number and (gap, room_gap, hold, style) == (_GAPS[0], *others[0], styles[-1]):
-                yield from greedy_policies(problem)
-
-
-def greedy_policies(problem: Problem) -> Iterator[Policy]:
-    """Yield the eight policies of zero-bubble's heuristic (Qi et al., arXiv 2401.10241).
-
-    After warm-up, forwards and input gradients take turns. A weight gradient fills any idle time
-    that is long enough, and comes when a forward waits for memory. The eight differ in three
-    choices: whether a weight gradient also fills shorter times on the device that would idle most;
-    whether a forward waits if it would delay an input gradient; and whether a stage warms up with
-    all forwards that fit into its memory, or with one more than the next stage.
-    """
-    for even in (True, False):
-        for hold in (0.0, 1.0):
-            for share in (inf, 0.0):
-                habits = []
-                for s in range(problem.stages):
-                    most = min(problem.microbatches, room(problem, s))
-                    limit = most if share else max(1, min(most, problem.stages - s))
-                    put_off = delays_of(problem, "turns", s, limit)
-                    habits.append(Habit(limit, *put_off, 1.0, 0.0, hold))
-                yield Policy(tuple(habits), even)
 
 
 def limits_of(problem: Problem, share: float, rounded: Callable[[float], int] = ceil) -> list[int]:

@@ -51,7 +51,7 @@ def random_policy(problem: Problem, random: Random) -> Policy:
     for s, limit in enumerate(limits):
         gap, room_gap, hold = shared if alike else one_habit(random)
         habits.append(Habit(limit, *delays_of(problem, style, s, limit), gap, room_gap, hold))
-    return Policy(tuple(habits), random.random() < 0.15)
+    return tuple(habits)
 
 
 def one_habit(random: Random) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.extensions.copies.chimera import both_ways
-from fxpipe.extensions.search.listing import Habit, Policy, order_by_policy
+from fxpipe.extensions.search.listing import Habit, order_by_policy
 from fxpipe.extensions.search.local import given_policies
 from fxpipe.extensions.search.problem import Problem
 from fxpipe.extensions.search.read import Given, problems_of
@@ -134,7 +134,7 @@ def test_a_first_stage_may_wait_for_a_forward_that_a_later_one_is_about_to_get(
     problem = problems_of(given)[0]
     habit = Habit(4, 0.0, -1e9, 1.0, 0.0, hold)
     first = habit._replace(turn=10.0)
-    _, order, _ = order_by_policy(problem, Policy((first, habit, habit)), [0.0, 0.0], inf)
+    _, order, _ = order_by_policy(problem, (first, habit, habit), [0.0, 0.0], inf)
     assert order[0][:3] == [0, 0, third]
 
 
