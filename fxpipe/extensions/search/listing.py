@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -42,16 +41,13 @@ Policy = tuple[Habit, ...]
 
 
 def order_by_policy(
-    problem: Problem,
-    policy: Policy,
-    release: Sequence[float],
-    cutoff: float,
-) -> tuple[float, list[list[int]], list[float]]:
-    """Return the time that the problem minimizes, the order, and when each device is done.
+    problem: Problem, policy: Policy, cutoff: float
+) -> tuple[float, list[list[int]]]:
+    """Return the time that the problem minimizes, for one step, and the order.
 
-    Devices may begin at ``release``. A forward starts only if one micro-batch still fits on each
-    later stage of its device, so no order gets stuck. A list schedule that must take longer than
-    ``cutoff`` is given up, with an infinite time.
+    A forward starts only if one micro-batch still fits on each later stage of its device, so no
+    order gets stuck. A list schedule that must take longer than ``cutoff`` is given up, with an
+    infinite time.
     """
     m, last, flush = problem.microbatches, problem.stages - 1, problem.flush
     placement, held = problem.placement, problem.held
@@ -97,11 +93,10 @@ def order_by_policy(
     tasks = [(2 if problem.whole else 3) * m * len(stages) for stages in held]
     begun = [0.0 if flush else inf] * problem.devices
     since = [-1.0] * problem.devices
-    done = list(release)
-    due = list(release)
+    done = [0.0] * problem.devices
+    due = [0.0] * problem.devices
     order: list[list[int]] = [[] for _ in held]
-    heap = [(time, device) for device, time in enumerate(release)]
-    heapify(heap)
+    heap = [(0.0, device) for device in range(problem.devices)]
     while heap:
         now, d = heappop(heap)
         if due[d] != now:
@@ -152,7 +147,7 @@ def order_by_policy(
             continue
         if since[d] >= 0:
             if order[d] and now + left[d] - begun[d] > cutoff:
-                return inf, order, done
+                return inf, order
             since[d] = -1.0
         s, kind = divmod(code, 3)
         order[d].append(code)
@@ -199,7 +194,7 @@ def order_by_policy(
             done[d] = end + problem.last[d]
     assert not any(tasks), "a list schedule got stuck"
     value = max(done) if flush else max(e - b for e, b in zip(done, begun, strict=True))
-    return (inf if value > cutoff else value), order, done
+    return (inf if value > cutoff else value), order
 
 
 def _needs(problem: Problem) -> list[float]:

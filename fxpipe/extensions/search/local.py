@@ -15,7 +15,6 @@ from fxpipe.extensions.search.timing import NumberedOrder, value_of
 
 FIRST, LAST = -1e9, 1e9
 _GAPS = (0.0, 0.5, 1.0, NEVER)
-_REPEATS = 3
 
 _SWAPS = 5
 """Swaps that count as much as a list schedule."""
@@ -77,22 +76,9 @@ class Local:
                 return
             if policy not in seen:
                 seen.add(policy)
-                self._offer_all(policy)
-
-    def _offer_all(self, policy: Policy) -> None:
-        """Offer a policy's list schedules. Those that are no faster than the best are cut off."""
-        problem, least = self.problem, inf
-        release = [0.0] * problem.devices
-        for again in range(1 if problem.flush else _REPEATS):
-            # the first step starts from empty devices: never cut it off
-            cutoff = self.value if problem.flush or again else inf
-            value, order, done = order_by_policy(problem, policy, release, cutoff)
-            self.passes += 1
-            self.offer(value, order)  # type: ignore[arg-type]
-            if value == inf or (again and value == least):
-                break
-            least = min(least, value)
-            release = [time - min(done) for time in done]
+                value, order = order_by_policy(self.problem, policy, self.value)
+                self.passes += 1
+                self.offer(value, order)  # type: ignore[arg-type]
 
 
 def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:

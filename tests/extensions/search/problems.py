@@ -65,7 +65,7 @@ def one_habit(random: Random) -> tuple[float, float, float]:
 def listed(problem: Problem, random: Random) -> Order:
     """The order that a list schedule by drawn habits has."""
     policy = random_policy(problem, random)
-    _, rows, _ = order_by_policy(problem, policy, [0.0] * problem.devices, inf)
+    _, rows = order_by_policy(problem, policy, inf)
     return tuple(map(tuple, rows))
 
 

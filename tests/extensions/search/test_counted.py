@@ -33,7 +33,7 @@ def test_a_problem_counts_what_a_simulation_does(flush: bool, whole: bool) -> No
             costs.update({("B", s): random.randint(1, 9) for s in range(count)}, U=0)
             given = Given(costs, 5, 3, placement, whole, 60, sizes, None, flush)
             (problem,) = problems_of(given)
-            order = order_by_policy(problem, random_policy(problem, random), [0.0] * 3, inf)[1]
+            order = order_by_policy(problem, random_policy(problem, random), inf)[1]
             rows = tuple(map(tuple, order))
             schedule = problem.schedule_of(rows)
             ran = schedule.simulate(costs, sizes=sizes, steps=1 if flush else None)

@@ -40,7 +40,7 @@ def test_every_list_schedule_is_valid_and_keeps_to_the_memory(problem: Problem, 
     random = Random(seed)
     policies = [*list(given_policies(problem))[::17], *(random_policy(problem, random),) * 3]
     for policy in policies:
-        value, rows, _ = order_by_policy(problem, policy, [0.0] * problem.devices, inf)
+        value, rows = order_by_policy(problem, policy, inf)
         order = tuple(map(tuple, rows))
         assert fits(problem, order)
         problem.schedule_of(order).verify()
@@ -134,7 +134,7 @@ def test_a_first_stage_may_wait_for_a_forward_that_a_later_one_is_about_to_get(
     problem = problems_of(given)[0]
     habit = Habit(4, 0.0, -1e9, 1.0, 0.0, hold)
     first = habit._replace(turn=10.0)
-    _, order, _ = order_by_policy(problem, (first, habit, habit), [0.0, 0.0], inf)
+    _, order = order_by_policy(problem, (first, habit, habit), inf)
     assert order[0][:3] == [0, 0, third]
 
 
