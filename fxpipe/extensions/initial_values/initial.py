@@ -58,17 +58,8 @@ def reset_parameters(pipe: Pipeline, function: Initialise | None = None) -> None
 
 
 def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | None) -> None:
-    """Give a model's parameters and buffers their initial values, module by module.
-
-    Args:
-        model: the model.
-        own: the parameters and buffers that this process keeps; they get memory if they have none.
-        function: called with every module, after the modules inside of it; by default each module's
-            ``reset_parameters`` is called, if it has one.
-
-    Raises:
-        InputError: a module's function fails, or one of the tensors gets no value.
-    """
+    """Give a model's parameters and buffers their initial values, as ``reset_parameters`` does;
+    ``own`` are those that this process keeps, which get memory if they have none."""
     with allocated(own) as kept, standing_in(model, lambda x: True) as others, torch.no_grad():
         writes = _Writes({memory(tensor) for tensor in kept}, others)
         drawn: set[Tensor] = set()

@@ -117,10 +117,6 @@ class LeafCalls:
             del _known[call.number]
         self.calls.clear()
 
-    def hold(self, name: str) -> bool:
-        """Whether a parameter or buffer belongs to a leaf module."""
-        return any(name.startswith(f"{leaf}.") for leaf in self.leaves)
-
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:  # a leaf inside of a leaf
             return module._call_impl(*args, **kwargs)
@@ -208,6 +204,7 @@ def call_leaves(
     written = Example(module).written(module, *inputs)
     held = tensors_read(module)
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    inside = tuple(f"{leaf}." for leaf in calls.leaves)
     return replace(
         traced,
         module=module,
@@ -222,7 +219,7 @@ def call_leaves(
         writes=tuple(
             Write(name, rewriter.writers.get(name, name))
             for name in held
-            if name in rewriter.writers or (name in written and calls.hold(name))
+            if name in rewriter.writers or (name in written and name.startswith(inside))
         ),
         under_autograd=True,
     )
