@@ -208,11 +208,7 @@ class JointTrace:
             graph, computed = self._recorded(given, has)
         except NotRecorded:
             graph, computed = self._traced(given, has)
-        _train_recurrent_layers(graph)
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-            node.target = (
-                torch.ops.aten.reshape.default
-            )  # strides may differ from those of the trace
+        _fit_to_run(graph)
         stage, returned = self._sides.stage, self._sides.returned
         inputs = self._arguments[self._buffers.stop :]
         of_inputs, of_parameters = computed[: len(inputs)], computed[len(inputs) :]
@@ -328,12 +324,14 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _train_recurrent_layers(graph: fx.Graph) -> None:
+def _fit_to_run(graph: fx.Graph) -> None:
     """Let oneDNN's recurrent layers keep what their backwards read, although the graph runs without
-    gradients."""
+    gradients, and views be of tensors with other strides than in the trace."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
             node.target = rnn_layer_with_workspace
+        elif node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
 
 
 def rnn_layer_with_workspace(*args: Any) -> Any:
