@@ -251,7 +251,8 @@ def shares_memory(node: fx.Node) -> bool:
     """Whether a node's value may share the memory of another value."""
     if is_part(node):
         return shares_memory(node.all_input_nodes[0])
-    return not isinstance(node.target, OpOverload) or may_alias(node.target)
+    target = getattr(node.target, "__wrapped__", node.target)
+    return not isinstance(target, OpOverload) or may_alias(target)
 
 
 def _owner(node: fx.Node) -> fx.Node:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
+from torch._prims_common import suggest_memory_format
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.errors import TraceError
@@ -26,6 +27,8 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.torchtools.pytrees import bytes_of
 from fxpipe.torchtools.state import autocasts, uncached, under
+
+aten = torch.ops.aten
 
 ORIGIN = "fxpipe.origin"
 """Key of a traced node's ``custom`` metadata: the node of the stage's graph that it comes from."""
@@ -208,7 +211,8 @@ class JointTrace:
             graph, computed = self._recorded(given, has)
         except NotRecorded:
             graph, computed = self._traced(given, has)
-        _fit_to_run(graph)
+        for node in graph.nodes:
+            node.target = _FITTED.get(node.target, node.target)
         stage, returned = self._sides.stage, self._sides.returned
         inputs = self._arguments[self._buffers.stop :]
         of_inputs, of_parameters = computed[: len(inputs)], computed[len(inputs) :]
@@ -324,22 +328,43 @@ def _is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
-def _fit_to_run(graph: fx.Graph) -> None:
-    """Let oneDNN's recurrent layers keep what their backwards read, although the graph runs without
-    gradients, and views be of tensors with other strides than in the trace."""
-    for node in graph.nodes:
-        if node.target is torch.ops.aten.mkldnn_rnn_layer.default:
-            node.target = rnn_layer_with_workspace
-        elif node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-
-
 def rnn_layer_with_workspace(*args: Any) -> Any:
     """``aten.mkldnn_rnn_layer`` with the workspace that its backward reads, which it returns only
     where gradients are enabled."""
     args = tuple(x.detach() if isinstance(x, Tensor) else x for x in args)
     with torch.enable_grad():
-        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+        return aten.mkldnn_rnn_layer.default(*args)
+
+
+def group_norm(x: Tensor, *args: Any) -> Any:
+    """``aten.native_group_norm`` of a tensor with any strides."""
+    return aten.native_group_norm.default(x.contiguous(memory_format=_order(x)), *args)
+
+
+def group_norm_backward(gradient: Tensor, x: Tensor, *args: Any) -> Any:
+    """``aten.native_group_norm_backward`` of tensors with any strides."""
+    order = _order(x)
+    given = gradient.contiguous(memory_format=order), x.contiguous(memory_format=order)
+    return aten.native_group_norm_backward.default(*given, *args)
+
+
+def _order(x: Tensor) -> torch.memory_format:
+    """The memory format that ``torch.group_norm`` computes in."""
+    return suggest_memory_format(x) if x.is_cpu else torch.contiguous_format
+
+
+# so that who asks an operation's schema sees these as PyTorch's own
+group_norm.__dict__["__wrapped__"] = aten.native_group_norm.default
+group_norm_backward.__dict__["__wrapped__"] = aten.native_group_norm_backward.default
+
+_FITTED: Mapping[Any, Any] = {
+    aten.mkldnn_rnn_layer.default: rnn_layer_with_workspace,
+    aten.native_group_norm.default: group_norm,
+    aten.native_group_norm_backward.default: group_norm_backward,
+    aten.view.default: aten.reshape.default,
+}
+"""Operation of a trace → what runs in its place: graphs run without gradients, and with tensors of
+other strides, as PyTorch chooses those of dimensions of size 1 by the kernel."""
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
                 "library would round its statistics to the type of the input"
             )
         if node.op == "call_function" and node not in copies:
-            target: Any = node.target
+            target: Any = getattr(node.target, "__wrapped__", node.target)
             args: Any = node.args
             if target is onto:
                 sums[node] = place[args[0]]
@@ -113,7 +113,8 @@ def lowered(graph: fx.Graph) -> tuple[fx.Graph, Wiring]:
 def _is_mixed_norm(node: fx.Node) -> bool:
     """Whether a node is a norm, or its backward, as autocast makes it on a CPU: of values in half
     precision, with weights and statistics in float32."""
-    if not isinstance(node.target, OpOverload) or "_norm" not in node.target._schema.name:
+    target = getattr(node.target, "__wrapped__", node.target)
+    if not isinstance(target, OpOverload) or "_norm" not in target._schema.name:
         return False
     values = [operand.meta.get("val") for operand in node.all_input_nodes]
     tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
