@@ -269,6 +269,14 @@ def test_the_long_run_is_what_many_steps_take(
         assert steady.bubble == pytest.approx(1 - work / steady.period)
 
 
+def test_the_long_run_goes_by_the_slowest_device_though_first_steps_do_not() -> None:
+    forwards, backwards = [5, 1, 3, 3, 5], [1, 1, 1, 1, 2]
+    takes: dict[str | tuple[str, int], float] = {"U": 0}
+    for stage, times in enumerate(zip(forwards, backwards, strict=True)):
+        takes["F", stage], takes["B", stage] = times
+    assert find_recipe("1f1b-async")(5, 1).simulate(takes).steady.period == 5 + 2
+
+
 CLIPPING = Schedule.parse(
     "schedule clips stages=2 microbatches=1 delay=0\nplace 0 | 1\n0: F0 B0 C U\n1: F0 B0 C U\n"
 )
