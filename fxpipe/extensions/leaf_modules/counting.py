@@ -61,8 +61,9 @@ class Counting(TorchDispatchMode):
         """Register the tensors in nested containers until they are freed, unless they are
         registered already. ``counted`` tells whether they count."""
         for leaf in (values,) if isinstance(values, Tensor) else pytree.tree_leaves(values):
-            if isinstance(leaf, Tensor) and (self._meta or not leaf.is_meta):
-                self._adopt(leaf.untyped_storage(), counted)
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:  # others have no storage
+                if self._meta or not leaf.is_meta:
+                    self._adopt(leaf.untyped_storage(), counted)
 
     def _adopt(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key = storage._cdata
