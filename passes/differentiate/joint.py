@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -336,11 +337,13 @@ def rnn_layer_with_workspace(*args: Any) -> Any:
         return aten.mkldnn_rnn_layer.default(*args)
 
 
+@wraps(aten.native_group_norm.default, (), ())  # who asks for the schema sees PyTorch's
 def group_norm(x: Tensor, *args: Any) -> Any:
     """``aten.native_group_norm`` of a tensor with any strides."""
     return aten.native_group_norm.default(x.contiguous(memory_format=_order(x)), *args)
 
 
+@wraps(aten.native_group_norm_backward.default, (), ())
 def group_norm_backward(gradient: Tensor, x: Tensor, *args: Any) -> Any:
     """``aten.native_group_norm_backward`` of tensors with any strides."""
     order = _order(x)
@@ -352,10 +355,6 @@ def _order(x: Tensor) -> torch.memory_format:
     """The memory format that ``torch.group_norm`` computes in."""
     return suggest_memory_format(x) if x.is_cpu else torch.contiguous_format
 
-
-# so that who asks an operation's schema sees these as PyTorch's own
-group_norm.__dict__["__wrapped__"] = aten.native_group_norm.default
-group_norm_backward.__dict__["__wrapped__"] = aten.native_group_norm_backward.default
 
 _FITTED: Mapping[Any, Any] = {
     aten.mkldnn_rnn_layer.default: rnn_layer_with_workspace,
