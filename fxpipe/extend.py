@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fxpipe.passes.runner import Pass
     from fxpipe.passes.tracing.tracer import Fallback, Tracer
     from fxpipe.runtime.choice import ThreadChoice
+    from fxpipe.runtime.transport import MakeTransport
 
 Door = Literal[
     "public",
@@ -360,4 +361,9 @@ class Extension:
 
     def tracer(self) -> Tracer | None:
         """What makes the graphs of models in place of ``torch.export``, or None."""
+        return None
+
+    def transport(self) -> MakeTransport | None:
+        """What carries values from rank to rank in place of fxpipe's transport, or None. Not asked
+        where one process runs all devices, which hands them over by reference."""
         return None

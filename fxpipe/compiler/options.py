@@ -19,6 +19,7 @@ from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.group import Group
+from fxpipe.runtime.transport import MakeTransport
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.torchtools.accelerator import Place
 from fxpipe.torchtools.pytrees import size_in_bytes
@@ -89,6 +90,11 @@ class Options:
     def tracer(self) -> Tracer | None:
         """What makes the graphs, in place of ``torch.export``, if an extension has it."""
         return next((t for e in self.extensions if (t := e.tracer()) is not None), None)
+
+    @property
+    def transport(self) -> MakeTransport | None:
+        """What carries values from rank to rank, if an extension has it."""
+        return next((t for e in self.extensions if (t := e.transport()) is not None), None)
 
     @property
     def holds_saved(self) -> str:

@@ -50,7 +50,7 @@ class Ranks(RankGroup):
         kind: type[RankBackend] = RankBackend
         if options.places:
             kind = find("option", "rank_streams", f"{options.here} has streams, and")
-        return kind(self, options.here, options.in_order)
+        return kind(self, options)
 
     def same_options(self, options: Options) -> None:
         self.agree(

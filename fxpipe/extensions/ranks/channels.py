@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, RankError
 from fxpipe.extend import find
 from fxpipe.extensions.ranks.group import RankGroup, failure_of
@@ -288,10 +289,15 @@ class RankBackend(Backend):
     group: RankGroup
     between: type[RankChannels] = RankChannels
 
-    def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
-        """Make no process groups yet. ``in_order`` is as in RankChannels."""
+    def __init__(self, group: RankGroup, options: Options) -> None:
+        """Make no process groups yet."""
         super().__init__(group)
-        self.pairs, self._in_order = PairGroups(group, device), in_order
+        self._connect(options)
+
+    def _connect(self, options: Options) -> None:
+        self._in_order = options.in_order
+        self._new_pairs = partial(PairGroups, self.group, options.here, options.transport)
+        self.pairs = self._new_pairs()
 
     def devices(self, program: Program) -> Sequence[int]:
         return (self.group.device,)
@@ -303,7 +309,7 @@ class RankBackend(Backend):
         if self.pairs.number != self.group.epoch:
             self.pairs.abort()
             self.pairs.drained()
-            self.pairs = PairGroups(self.group, self.pairs.device)
+            self.pairs = self._new_pairs()
         self.pairs.connect(program)
         return self.between(program, self.group, jobs, self.pairs, self._in_order)
 

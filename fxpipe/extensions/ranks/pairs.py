@@ -18,9 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from fxpipe.errors import RankError, told
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.log import poison
 from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.runtime.transport import Direction, MakeTransport, Pending, Transport
 from fxpipe.signals import raise_held
 
 ABORTING = 30.0
@@ -60,8 +62,30 @@ Members = tuple[int, ...]
 """The ranks of a group: the twins, or the sending rank and the receiving one."""
 
 
+class GroupTransport:
+    """One end of a process group that has two members, the first of which sends."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def send(self, value: Tensor) -> Pending:
+        work: Pending = self.group.send([_bytes(value)], 1, 0)
+        return work
+
+    def receive(self, room: Tensor) -> Pending:
+        work: Pending = self.group.recv([_bytes(room)], 0, 0)
+        return work
+
+    def abort(self) -> None:
+        if isinstance(self.group, dist.ProcessGroupGloo):
+            poison(self.group)
+        else:
+            self.group.abort()
+
+
 class PairGroups:
-    """The process groups of one rank, for as long as no transfer has failed.
+    """The transports of one rank, for as long as no transfer has failed: process groups, unless an
+    extension makes others for the pairs.
 
     A transfer that only one side has started cannot be taken back. So a failure ends all groups,
     and the ranks agree, when their next call begins, on the number of the groups that follow.
@@ -72,14 +96,17 @@ class PairGroups:
         ahead: bytes of the receives from a device that are posted beyond the program's window.
     """
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
-        """Start without process groups."""
+    def __init__(
+        self, group: RankGroup, device: torch.device, transport: MakeTransport | None = None
+    ) -> None:
+        """Start without any."""
         self.device = device
+        self._transport = transport
         self.number = group.epoch
         self._ranks = group
         self._on_cpu = device.type == "cpu"
         self.ahead = AHEAD if self._on_cpu else 0
-        self._groups: dict[Members, Any] = {}
+        self._groups: dict[Members, Transport] = {}
         self._aborting = threading.Lock()  # taken once, by the first abort
         self._aborted = threading.Event()
 
@@ -109,16 +136,15 @@ class PairGroups:
     @property
     def twins(self) -> Any:
         """The group of the ranks with the same device in all replicas."""
-        return self._groups[tuple(self._ranks.twins)]
+        return cast(GroupTransport, self._groups[tuple(self._ranks.twins)]).group
 
-    def send(self, target: int, value: Tensor) -> Any:
-        """Send a dense tensor, which must not change, and be kept with the returned work, until it
-        is there."""
-        return self._groups[self._pair(self._ranks.device, target)].send([_bytes(value)], 1, 0)
+    def send(self, target: int, value: Tensor) -> Pending:
+        """Send a dense tensor, see ``Transport``."""
+        return self._groups[self._pair(self._ranks.device, target)].send(value)
 
-    def receive(self, source: int, room: Tensor) -> Any:
-        """Receive into a dense tensor, in the order of the calls. Returns the work."""
-        return self._groups[self._pair(source, self._ranks.device)].recv([_bytes(room)], 0, 0)
+    def receive(self, source: int, room: Tensor) -> Pending:
+        """Receive into a dense tensor, in the order of the calls."""
+        return self._groups[self._pair(source, self._ranks.device)].receive(room)
 
     def abort(self) -> None:
         """End all pending transfers, here and at the other ends, for good; later calls of the pipe
@@ -173,9 +199,8 @@ class PairGroups:
     def _pair(self, source: int, target: int) -> Members:
         return self._ranks.pipeline[source], self._ranks.pipeline[target]
 
-    def _open(self, members: Members) -> Any:
-        """Make a group. On accelerators, let it move a byte: the set-up, for which a rank waits for
-        the others, must not be left to the first transfer."""
+    def _open(self, members: Members) -> Transport:
+        """Make the transport of a pair, or the group of the twins."""
         own = members.index(self._ranks.rank)
         # the current device is set for each thread
         with torch.accelerator.device_index(self.device.index):
@@ -183,15 +208,14 @@ class PairGroups:
                 name = f"{self.number}/{'>'.join(map(str, members))}"
                 store = within(self._ranks.store, name)
                 self._meet(store, own, len(members))
-                group = self.make(store, own, len(members))
-                if not self._on_cpu:
-                    byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-                    if members == tuple(self._ranks.twins):
-                        work = group.allreduce([byte])
-                    else:
-                        work = group.recv([byte], 0, 0) if own else group.send([byte], 1, 0)
-                    work.wait()
-                    byte.item()
+                standard = partial(self._standard, store, members, own)
+                if self._transport is None or members == tuple(self._ranks.twins):
+                    return standard()
+                source, target = map(self._ranks.pipeline.index, members)
+                timeout = timedelta(seconds=self._ranks.timeout)
+                return self._transport(
+                    Direction(source, target, not own, self.device, store, timeout, standard)
+                )
             except BaseException as error:
                 others = [rank for rank in members if rank != self._ranks.rank]
                 names = " and ".join(self._ranks.names[rank] for rank in others)
@@ -199,7 +223,20 @@ class PairGroups:
                     f"the devices of this rank and of {names} cannot be connected ({told(error)})",
                     rank=others[0],
                 ) from error
-        return group
+
+    def _standard(self, store: Any, members: Members, own: int) -> GroupTransport:
+        """Make a process group. On accelerators, let it move a byte: the set-up, for which a rank
+        waits for the others, must not be left to the first transfer."""
+        group = self.make(store, own, len(members))
+        if not self._on_cpu:
+            byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            if members == tuple(self._ranks.twins):
+                work = group.allreduce([byte])
+            else:
+                work = group.recv([byte], 0, 0) if own else group.send([byte], 1, 0)
+            work.wait()
+            byte.item()
+        return GroupTransport(group)
 
     def _meet(self, store: Any, member: int, size: int) -> None:
         """Wait for the other members, and let torch wait only then: a thread that waits in it holds
@@ -217,12 +254,10 @@ class PairGroups:
             raise self._ranks.failure
 
     def _abort(self) -> None:
-        try:
-            for group in self._groups.values():
-                gloo = isinstance(group, dist.ProcessGroupGloo)
-                poison(group) if gloo else group.abort()
-        finally:
-            self._aborted.set()
+        with ExitStack() as each:
+            each.callback(self._aborted.set)
+            for transport in self._groups.values():
+                each.callback(transport.abort)
 
 
 @contextmanager

@@ -15,12 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fxpipe.compiler.options import Options
 from fxpipe.extensions.ranks.channels import RankBackend, RankChannels, explained
 from fxpipe.extensions.ranks.group import RankGroup
-from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.streams.lanes import Lanes
 from fxpipe.extensions.streams.launching import (
     LaunchingChannels,
@@ -70,9 +69,9 @@ class StreamRanks(RankBackend, StreamBackend):
 
     between = DeviceChannels
 
-    def __init__(self, group: RankGroup, device: torch.device, in_order: bool) -> None:
-        StreamBackend.__init__(self, [Lanes(device)], group)
-        self.pairs, self._in_order = PairGroups(group, device), in_order
+    def __init__(self, group: RankGroup, options: Options) -> None:
+        StreamBackend.__init__(self, [Lanes(options.here)], group)
+        self._connect(options)
 
     def nanoseconds(self, device: int, times: Sequence[Any]) -> list[int]:
         return self.lanes[0].nanoseconds(times) if times else []  # none of another rank's device

@@ -201,7 +201,7 @@ class Blocking(PairGroups):
     """Sends for which the host waits, as NCCL's streams do."""
 
     def send(self, target: int, value: torch.Tensor) -> Any:
-        work = super().send(target, value)
+        work: Any = super().send(target, value)
         while not self._aborting.locked() and not work.is_completed():
             time.sleep(0.001)
         return work
