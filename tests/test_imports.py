@@ -228,13 +228,9 @@ def test_imports_are_absolute() -> None:
 
 
 STILL_USE = {
-    "gpu/test_compile_memory.py": {"simulator"},
-    "gpu/test_cuda.py": {"simulator", "streams"},
-    "helpers/captured_pipes.py": {"cuda_graphs"},
     "partition/test_partition.py": {"exact_cut"},
     "passes/graph/test_random_calls.py": {"loss_weight"},
     "simcuda/drawn.py": {"offload"},
-    "simcuda/test_steps.py": {"streams"},
     "test_docs.py": {"cli"},
     "test_readme.py": {"cli"},
     "verify/test_program.py": {"offload"},

@@ -21,7 +21,8 @@ from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import Setting, arguments, read
 from benchmarks.report import Figure, Grid
 
-FILES = tuple(f"tests/gpu/test_cuda{part}.py" for part in ("", "_graphs", "_ranks"))
+OF_EXTENSIONS = sorted(ROOT.glob("tests/extensions/*/test_gpu.py"))
+FILES = ("tests/gpu/test_cuda.py", *(str(file.relative_to(ROOT)) for file in OF_EXTENSIONS))
 OF_A_DRY_RUN = 16
 """In a dry run, in which all are skipped, one test in so many is run."""
 

@@ -108,7 +108,6 @@ def test_no_parameter_is_ever_on_a_device_that_does_not_run_its_stage() -> None:
         pipe(x[:4])
         pipe.train()
         str(pipe)
-        pipe.simulate()
         pipe.step(x[:6], target=y[:6])
     homes = [torch.device("cuda", number // 2) for number in range(4)]
     assert sightings.seen == {number: {home} for number, home in enumerate(homes)}

@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.cuda import green_contexts
 
 import fxpipe
 from fxpipe import DeviceMemoryError, InputError
-from fxpipe.extensions.streams.lanes import Lanes
 from fxpipe.runtime.choice import Dispatches
 from tests.gpu.real import SIMULATED, needs_gpu
 from tests.oracles import loop
@@ -124,19 +122,6 @@ def test_autocast_reaches_every_stage() -> None:
             assert any(isinstance(x, Tensor) and x.dtype == torch.bfloat16 for x in made)
 
 
-def test_a_value_that_arrives_is_a_copy_made_beside_the_computations() -> None:
-    lanes = Lanes(torch.device("cuda:0"))
-    for value in (torch.arange(1000.0), torch.arange(1000.0).pin_memory(), torch.ones(3).cuda()):
-        with lanes.on("in0", "copy"):
-            made = lanes.bring("in0", value)
-        lanes.wait("compute", lanes.mark("in0"))
-        with lanes.on("compute", "sum"):
-            total = made.sum()
-        lanes.end()
-        assert total.item() == value.sum().item()
-        assert made.data_ptr() != value.data_ptr()
-
-
 @pytest.mark.parametrize("dispatch", ["device", "thread"])
 def test_batches_that_overlap_train_as_the_delayed_loop(dispatch: Dispatches) -> None:
     torch.manual_seed(0)
@@ -161,44 +146,6 @@ def test_batches_that_overlap_train_as_the_delayed_loop(dispatch: Dispatches) ->
         found = {name: value.cpu() for name, value in pipe.state_dict().items()}
     wanted = {name: value.cpu() for name, value in alone.state_dict().items()}
     loop.assert_same(found, wanted, BOUND)
-
-
-def test_the_stream_of_a_green_context_is_a_device() -> None:
-    try:
-        context: Any = green_contexts.GreenContext.create(num_sms=8, device_id=0)
-        stream = context.Stream()
-    except RuntimeError as error:
-        pytest.skip(f"the driver makes no green context: {error}")
-    model = Model()
-    x, y = torch.randn(8, 64), torch.randint(8, (8,))
-    with fxpipe.compile(
-        model, [stream, torch.cuda.Stream()], microbatches=2, loss=nn.functional.cross_entropy
-    ) as pipe:
-        assert pipe.step(x, target=y).isfinite()
-        assert pipe.profile(x, target=y).makespan > 0
-
-
-@needs_gpu("times are not simulated")
-@pytest.mark.parametrize("steps", [1, 3])
-def test_a_profile_is_of_the_devices_times(steps: int) -> None:
-    """Matrix products of known work: the device's times, not the far shorter ones of launching."""
-    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
-    x, y = torch.randn(8192, 4096), torch.randn(8192, 4096)
-    loss = nn.functional.mse_loss
-    with fxpipe.compile(model, places(2), microbatches=4, loss=loss, partition=["2"]) as pipe:
-        pipe.step(x, target=y)
-        found = pipe.profile(x, target=y, steps=steps)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        for _ in range(steps):
-            pipe.step(x, target=y)
-        after.record()
-        after.synchronize()
-        taken = 1e-3 * before.elapsed_time(after)
-        predicted = pipe.simulate(found.costs, steps=steps)
-    assert taken / 2 < found.makespan < 2 * taken
-    assert all(busy > 0 for busy in found.busy)
-    assert predicted.makespan < 2 * found.makespan
 
 
 @needs_gpu("times are not simulated")

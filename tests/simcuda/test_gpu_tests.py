@@ -1,4 +1,7 @@
-"""The tests of ``tests/gpu`` on simulated devices, all in one process."""
+"""The tests of ``tests/gpu/test_cuda.py`` on simulated devices, all in one process.
+
+``test_compile_memory`` here runs what else there is, and extensions run those that stand with them.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,6 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 """Not by hypothesis, which pytest would find imported in the process with devices."""
 
 GPU = Path(__file__).parents[1] / "gpu"
-FILES = ("test_cuda.py", *(("test_cuda_graphs.py",) if DEEP else ()))
-"""``test_compile_memory`` and ``test_ranks`` here run what else there is, and the tests of the
-extension those of graphs, too."""
-
 CANNOT = {
     "times are not simulated",
     "the driver makes no green context: PyTorch was not built with Green Context support!",
@@ -68,15 +67,18 @@ LESS = " and ".join(
         "not fails_is_told_by_name",  # as test_pipes here, and each starts a process
         "not (batches_that_overlap and device)",
         "not (recomputations_make_the_same and thread)",
-        "not (profile_is_of_the_devices and 1)",
     ]
 )
 """Of many like tests a few."""
 
 
 def test_the_tests_for_a_gpu_pass_on_simulated_devices() -> None:
-    some = [] if DEEP else ["-k", LESS]
-    failed, skipped, passed, races = on_devices(run, [*(str(GPU / file) for file in FILES), *some])
+    assert_pass(GPU / "test_cuda.py", *([] if DEEP else ["-k", LESS]))
+
+
+def assert_pass(file: Path, *options: str) -> None:
+    """The tests of a file pass, but for those that need a GPU."""
+    failed, skipped, passed, races = on_devices(run, [str(file), *options])
     assert not failed, "\n".join(failed.values())
     assert not races
     assert passed

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
 
 import fxpipe
-from fxpipe.extensions.streams.lanes import current, plain
 from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.training import Setting, compare
@@ -136,28 +135,3 @@ def test_the_first_evaluation_leaves_delayed_weights_as_they_were(schedule: str)
     """It traces the model on the first device, which must not look like a change by the user."""
     setting = Setting("dropout", {"schedule": schedule}, extra="evaluation")
     assert not on_devices(compare, setting, PLACES, MODES[:1])
-
-
-def blocks() -> None:
-    first, second = torch.Stream("cuda:0"), torch.Stream("cuda:1")
-
-    def now() -> tuple[int, torch.Stream, torch.Stream]:
-        stream = torch.accelerator.current_stream
-        return torch.accelerator.current_device_index(), stream(0), stream(1)
-
-    before = now()
-    with current(first), current(second):
-        assert now() == (1, first, second)
-        with current(first):  # once more
-            assert now() == (0, first, second)
-        assert now() == (1, first, second)
-    assert now() == before
-    assert [stream.stream_id for stream in before[1:]] == [0, 0]  # the default ones
-    given = torch.cuda.Stream(1)
-    assert type(plain(given)) is torch.Stream
-    assert plain(given).stream_id == given.stream_id
-    assert plain(given).device == torch.device("cuda:1")
-
-
-def test_a_stream_is_current_in_its_block_alone() -> None:
-    on_devices(blocks)

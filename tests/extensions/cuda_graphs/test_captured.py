@@ -12,7 +12,14 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe.extensions.cuda_graphs.capturing import slots
-from tests.helpers.captured_pipes import adam, captures, capturing, kernels, sgd, train
+from tests.extensions.cuda_graphs.captured_pipes import (
+    adam,
+    captures,
+    capturing,
+    kernels,
+    sgd,
+    train,
+)
 from tests.helpers.profiles import deep
 from tests.helpers.tiny import CUTS, Tiny, batch, within
 from tests.oracles import loop

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe import CaptureError, DeviceMemoryError, ExecutionError, InputError
 from fxpipe.extensions.cuda_graphs.capturing import Capturing, obstacle, slots
-from tests.helpers.captured_pipes import captures, capturing, kernels, on_streams, sgd, train
+from tests.extensions.cuda_graphs.captured_pipes import (
+    captures,
+    capturing,
+    kernels,
+    on_streams,
+    sgd,
+    train,
+)
 from tests.helpers.tiny import Tiny, batch, soon, within
 from tests.oracles import loop
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.simcuda.process import on_devices, simulated
-from tests.simcuda.test_gpu_tests import run
+from tests.simcuda.test_gpu_tests import assert_pass, run
 
 pytestmark = simulated
 
@@ -22,3 +22,7 @@ def test_captured_graphs_pass_their_tests_on_simulated_devices(some: str) -> Non
     assert not skipped
     assert not races
     assert passed
+
+
+def test_the_tests_for_a_gpu_pass_on_simulated_devices() -> None:
+    assert_pass(Path(__file__).with_name("test_gpu.py"))

@@ -18,9 +18,9 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.ir.recipe import RECIPES
+from tests.extensions.ranks import test_gpu as on_gpus
 from tests.extensions.ranks.test_equal import CASES as EVERY
 from tests.extensions.ranks.test_equal import Results, equal, run_cases
-from tests.gpu import test_cuda_ranks as on_gpus
 from tests.helpers.profiles import DEEP, deep
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop

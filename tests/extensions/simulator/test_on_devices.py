@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe.runtime.choice import Dispatches
+from tests.extensions.simulator import test_gpu
 from tests.extensions.streams.test_backend import PLACES, both, pipe_of
 from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, batch
@@ -38,6 +39,10 @@ def profiled(dispatch: Dispatches) -> None:
 @both
 def test_a_profile_takes_its_times_on_the_streams(dispatch: Dispatches) -> None:
     on_devices(profiled, dispatch)
+
+
+def test_a_prediction_puts_weights_on_no_other_devices() -> None:
+    on_devices(test_gpu.test_a_prediction_puts_no_parameter_on_a_device_that_does_not_run_its_stage)
 
 
 def looked_at(

@@ -13,7 +13,7 @@ from torch.cuda import green_contexts
 import fxpipe
 from fxpipe import CaptureError, ExecutionError
 from fxpipe.runtime.choice import Dispatches
-from tests.helpers.captured_pipes import kernels
+from tests.extensions.cuda_graphs.captured_pipes import kernels
 from tests.oracles import loop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
