@@ -15,7 +15,6 @@ import pytest
 
 from fxpipe import errors, schedules
 from fxpipe.compiler.passes import LISTS
-from fxpipe.extensions.cli.commands import make_parser
 from fxpipe.ir.instruction import OPCODES, every_opcode
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import BUILT_IN, KINDS
@@ -147,22 +146,6 @@ def test_the_code_of_a_page_gives_what_stands_there(
         return
     for block, real in outputs:
         assert block.text == real
-
-
-def test_every_command_is_on_its_page_with_its_options() -> None:
-    *_, commands = make_parser()._subparsers._group_actions  # type: ignore[union-attr]
-    page = (DOCS / "command-line.md").read_text()
-    told = dict(re.findall(r"^## fxpipe (\w+)(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
-    assert isinstance(commands.choices, dict)
-    assert told.keys() == commands.choices.keys()
-    for name, command in commands.choices.items():
-        assert "```console\n$ fxpipe " + name in told[name]
-        cells = " ".join(re.findall(r"^\| (`.*?`) \|", told[name], re.MULTILINE))
-        said = set(re.findall(r"(?<![\w-])--?[a-z-]+", cells))
-        options = [action.option_strings for action in command._actions]
-        missing = [each for each in options if each and not said & set(each)]
-        assert missing == [["-h", "--help"]]
-        assert said <= {option for each in options for option in each}
 
 
 def test_every_schedule_is_on_the_page_of_the_library_with_its_file() -> None:

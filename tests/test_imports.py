@@ -228,11 +228,8 @@ def test_imports_are_absolute() -> None:
 
 
 STILL_USE = {
-    "partition/test_partition.py": {"exact_cut"},
     "passes/graph/test_random_calls.py": {"loss_weight"},
     "simcuda/drawn.py": {"offload"},
-    "test_docs.py": {"cli"},
-    "test_readme.py": {"cli"},
     "verify/test_program.py": {"offload"},
     "verify/test_schedule.py": {"offload"},
 }

@@ -21,8 +21,8 @@ from unittest.mock import patch
 import pytest
 
 from fxpipe.errors import FxpipeError
+from fxpipe.extend import find
 from fxpipe.extensions import tables
-from fxpipe.extensions.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -80,7 +80,7 @@ def console_output(text: str) -> str:
                 contextlib.redirect_stderr(shown),
                 patch.object(tables, "_told", set()),  # a command is a process
             ):
-                main(arguments)
+                find("command", "main")(arguments)
     return shown.getvalue()
 
 
@@ -109,7 +109,7 @@ def test_the_code_of_the_readme_runs_and_gives_what_stands_there(
     monkeypatch.chdir(tmp_path)
     readme = README.read_text()
     outputs = list(run(readme))
-    main(["schedule", "zb-v", "-p", "4", "-m", "6", "--draw", "zb-v.svg"])
+    console_output("$ fxpipe schedule zb-v -p 4 -m 6 --draw zb-v.svg")
     if request.config.getoption("--update-golden"):
         for block, real in reversed(outputs):
             readme = readme[: block.start] + real + readme[block.end :]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_structure
 
 from fxpipe.errors import PartitionError
-from fxpipe.extensions.exact_cut.solve import SLACK
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.passes.graph.fit import localise_sizes
@@ -32,7 +30,6 @@ from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.balance import balance, cut_at
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.work import StageDevices, weigh
 from tests.helpers.fronted import front_end, in_stages
 from tests.helpers.tiny import Tiny
 from tests.models.test_exactness import Language
@@ -161,7 +158,7 @@ def test_balance_is_within_a_hundredth_of_the_best_runs_in_order(
     order = [nodes[0].name for nodes in atoms_of(traced, costs, Footprint()).nodes]
     runs = [c for c in candidates if is_run(c, order)]
     best = min(slowest(candidate, costs) for candidate in runs)
-    assert slowest(ours.nodes, costs) <= best * (1 + SLACK) + 1e-9
+    assert slowest(ours.nodes, costs) <= best * 1.01 + 1e-9
     told = max(load.seconds for load in ours.loads)
     assert told == pytest.approx(slowest(ours.nodes, costs))
 
@@ -170,39 +167,6 @@ def is_run(stage_of: Mapping[str, int], order: Sequence[str]) -> bool:
     """Whether each stage has a stretch of an order."""
     stages = [stage_of[name] for name in order]
     return stages == sorted(stages)
-
-
-@given(recipes(), st.data())
-def test_links_limits_and_speeds_hold_at_once(recipe: Recipe, data: st.DataObject) -> None:
-    traced, costs = built(recipe)
-    stages = range(recipe.stages)
-    link = data.draw(st.sampled_from([0.0, 0.1, 1.0]))
-    machine = StageDevices(
-        speeds=tuple(data.draw(st.sampled_from([1.0, 2.0])) for _ in stages),
-        limits=tuple(data.draw(st.sampled_from([15.0, 30.0, math.inf])) for _ in stages),
-        peaks=tuple(reversed(range(1, recipe.stages + 1))),
-        per_byte=tuple(tuple(link * (a != b) for b in stages) for a in stages),
-    )
-    footprint = Footprint({"p": 6, "q": 3}, {node.name: 2 for node in in_order(traced)})
-    alone = atoms_of(traced, costs, footprint, views=False)
-    order = [n[0].name for n in atoms_of(traced, costs, footprint).nodes]
-    slowest_of: dict[tuple[int, ...], float] = {}
-    runs: list[float] = []
-    for candidate in every_assignment(traced, recipe.stages):
-        stage_of = tuple(candidate[nodes[0].name] for nodes in alone.nodes)
-        division = weigh(alone.work, machine, stage_of)
-        if division.fits(machine):
-            slowest_of[stage_of] = division.slowest
-            runs += [division.slowest] if is_run(candidate, order) else []
-    try:
-        ours = balance(traced, recipe.stages, costs, machine=machine, footprint=footprint)
-    except PartitionError:
-        assert not runs
-        return
-    chosen = tuple(ours.nodes[nodes[0].name] for nodes in alone.nodes)
-    assert chosen in slowest_of
-    if runs and not link:
-        assert slowest_of[chosen] <= min(runs) * (1 + SLACK) + 1e-9
 
 
 def chain(length: int, *, skips: bool = True) -> tuple[Traced, dict[str, NodeCost]]:
