@@ -228,7 +228,6 @@ def test_imports_are_absolute() -> None:
 
 
 STILL_USE = {
-    "passes/graph/test_random_calls.py": {"loss_weight"},
     "simcuda/drawn.py": {"offload"},
     "verify/test_program.py": {"offload"},
     "verify/test_schedule.py": {"offload"},
