@@ -229,8 +229,6 @@ def test_imports_are_absolute() -> None:
 
 STILL_USE = {
     "simcuda/drawn.py": {"offload"},
-    "verify/test_program.py": {"offload"},
-    "verify/test_schedule.py": {"offload"},
 }
 """File of the core's tests → the extensions that it uses; this list only gets shorter."""
 

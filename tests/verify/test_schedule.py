@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import Fault, InputError, VerificationError
-from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
@@ -134,7 +133,7 @@ def made(name: str, devices: int, microbatches: int) -> Schedule:
         schedule = RECIPES[name.split()[-1]](devices, max(microbatches, devices))
         if "both" in name:
             schedule = add_recompute(schedule, "always")
-        return add_offload(schedule, "except_last")
+        return offloading(schedule)
     schedule = RECIPES["1f1b" if name == "recomputing" else "1f1b-async"](devices, microbatches)
     rows: list[list[Task]] = [[] for _ in schedule.rows]
     for device, row in enumerate(schedule.rows):
@@ -146,6 +145,22 @@ def made(name: str, devices: int, microbatches: int) -> Schedule:
             rows[device].append(task)
             if name == "own tasks" and task.kind == "F":
                 rows[device].append(replace(task, kind="L"))
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def offloading(schedule: Schedule) -> Schedule:
+    """Micro-batches but the last are stored behind their forward, and fetched before the task that
+    needs what it kept."""
+    needs = "R" if "R" in schedule.kinds else "BI"
+    rows: list[list[Task]] = [[] for _ in schedule.rows]
+    for row, tasks in zip(rows, schedule.rows, strict=True):
+        for task in tasks:
+            stored = task.microbatch is not None and task.microbatch < schedule.microbatches - 1
+            if stored and task.kind in needs:
+                row.append(replace(task, kind="P"))
+            row.append(task)
+            if stored and task.kind == "F":
+                row.append(replace(task, kind="O"))
     return replace(schedule, rows=tuple(map(tuple, rows)))
 
 
