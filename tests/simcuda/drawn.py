@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import fxpipe
 from fxpipe import InputError, PartitionError, VerificationError
-from fxpipe.extensions.offload.add_offload import add_offload
+from fxpipe.extend import find
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.passes.schedule import add_recompute
 from tests.simcuda.process import on_devices
@@ -102,7 +102,7 @@ def draw(seed: int, runs: int = 3, ranks: bool = True) -> Drawn:
 def _stores(schedule: str, size: tuple[int, int], recompute: bool) -> bool:
     """Whether anything is stored: not what is needed again at once."""
     made = add_recompute(RECIPES[schedule](*size), "always" if recompute else "never")
-    return "O" in add_offload(made, "always").kinds
+    return "O" in find("extension", "offload")().add_offload(made).kinds
 
 
 def _place(where: str, index: int) -> str:
