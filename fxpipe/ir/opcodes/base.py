@@ -1,4 +1,4 @@
-"""What an instruction tells of itself: its text, buffers, rules, look, and how it runs."""
+"""What an instruction tells of itself: its text, buffers, rules, and how it runs."""
 
 from __future__ import annotations
 
