@@ -1,4 +1,4 @@
-"""The command line: look at schedules, and check schedules, plans and programs."""
+"""The command line: look at schedules, and check schedules and programs."""
 
 from __future__ import annotations
 
