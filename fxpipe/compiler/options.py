@@ -26,7 +26,7 @@ from fxpipe.torchtools.pytrees import size_in_bytes
 
 WHOLE = 1 << 26
 """A model with at most this many bytes on the meta device gets data while it is compiled; and one
-with at most this many is compared with its plan, as a whole on each rank's device."""
+with at most this many is compared with its plan, as a whole on the first rank's device."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -71,7 +71,6 @@ def check(
     state: Mapping[str, Tensor],
     call: Callable[[], tuple[Any, Tensor | None]],
     differentiated: bool,
-    own: Collection[int],
     apart: bool = False,
 ) -> None:
     """Compare a differentiated plan with the model; split backwards are run whole and in halves.
@@ -84,8 +83,6 @@ def check(
         call: runs the model, and the loss if there is one; returns the output, and the loss or
             None. The caller restores the model's state.
         differentiated: whether gradients are compared as well.
-        own: the stages whose parameters' gradients are compared; a rank has no memory for those of
-            other ranks.
         apart: whether the device has memory for one stage only. Gradients of the model, and what it
             saves for its backward, wait in the host's memory.
 
@@ -146,7 +143,7 @@ def check(
             seeds: dict[str, Tensor] = {}
             of_model: dict[str, Tensor] = {}
             if differentiated:
-                seeds, of_model = _gradients(plan, state, own, traced.loss, outputs, loss, apart)
+                seeds, of_model = _gradients(plan, state, traced.loss, outputs, loss, apart)
             for halves in (True, False) if parted else (False,):
                 left = dict(of_model)
                 if not halves:  # the last run
@@ -164,7 +161,6 @@ def check(
                         {**state, **before},
                         seeds,
                         halves=halves,
-                        own=own,
                         take=take,
                         again=apart,
                     )
@@ -201,7 +197,7 @@ def check(
         # the model computes something else in another run, so that nothing nearby is rounding
         what, pair = next(iter(first.items()))
         raise _refusal(what, _difference(*pair, 0.0), cure)
-    moved = {a.target: state[a.target] for s in plan.stages if s.index in own for a in s.parameters}
+    moved = {a.target: state[a.target] for s in plan.stages for a in s.parameters}
 
     def once_more() -> dict[str, _Pair]:
         pairs: dict[str, _Pair] = {}
@@ -299,14 +295,13 @@ def _buffers(state: Mapping[str, Tensor], written: Collection[str]) -> dict[str,
 def _gradients(
     plan: Plan,
     state: Mapping[str, Tensor],
-    own: Collection[int],
     loss_name: str | None,
     outputs: Mapping[str, Tensor],
     loss: Tensor | None,
     apart: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Run the model's own backward; return the gradients that it starts from, and those of the
-    parameters of the stages ``own``: in host memory if stages are ``apart``."""
+    parameters: in host memory if stages are ``apart``."""
     roots: Mapping[str, Tensor] = outputs
     if loss is not None and loss_name is not None:
         roots = {loss_name: loss}
@@ -315,7 +310,7 @@ def _gradients(
     # values that depend on inputs alone need no gradient in the model's run
     reaching = [name for name, value in started.items() if loss is not None or value.requires_grad]
     seeds = {name: pattern(value).to(value) + 0.5 for name, value in started.items()}
-    names = [[a.target for a in stage.parameters] for stage in plan.stages if stage.index in own]
+    names = [[a.target for a in stage.parameters] for stage in plan.stages]
     of_model: dict[str, Tensor] = {}
     for group in names if apart else [[*chain(*names)]]:
         trained = {n: state[n] for n in group if state[n].requires_grad and n not in of_model}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.preflight import trained_by
@@ -33,7 +34,7 @@ from fxpipe.torchtools.state import (
 
 _CHECK = Pass(
     check,
-    "traced, plan, values, state, call, differentiated, own, apart",
+    "traced, plan, values, state, call, differentiated, apart",
     "",
     when="whole",
 )
@@ -50,13 +51,15 @@ class Checking:
         """Compare a plan with the model on the example of a call.
 
         Returns:
-            Whether it was compared, or cannot be as the model has no data; not if the first device
-            has no memory for the values of all stages.
+            Whether it was compared, here or on the first rank, or cannot be as the model has no
+            data; not if the first device has no memory for the values of all stages.
 
         Raises:
             TraceError: they differ; names the line or the value if it can be found.
         """
         options, model, gradients = self._options, self._options.model, call.purpose != "infer"
+        if options.group.rank and not passes.of(options, "compile"):
+            return True  # all ranks have the same plan; but each compiles its own stages alone
         outputs: list[Any] = []
         casts = autocasts()
 
@@ -71,7 +74,6 @@ class Checking:
             "plan": plan,
             "call": run,
             "differentiated": gradients,
-            "own": [s.index for s in plan.stages if options.owns(s.index)],
             "whole": options.whole,
             "apart": options.apart,
         }

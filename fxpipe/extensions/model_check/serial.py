@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -37,7 +37,6 @@ def run_serially(
     output_gradients: Mapping[str, Tensor],
     *,
     halves: bool = False,
-    own: Collection[int] | None = None,
     take: Callable[[str, Tensor], None] | None = None,
     again: bool = False,
 ) -> SerialResult:
@@ -49,7 +48,6 @@ def run_serially(
         state: name in the model → parameter, buffer or constant.
         output_gradients: value → its gradient, for each output that carries one back.
         halves: whether to run every backward as its two halves.
-        own: the stages whose parameters' gradients are wanted; by default all.
         take: gets each parameter's gradient, with its name, as soon as its stage has run; by
             default they are kept in the result.
         again: whether stages keep nothing for their backwards but run their forwards again.
@@ -77,9 +75,7 @@ def run_serially(
     crossing: dict[tuple[str, int], Tensor] = {
         (name, HOST): gradient for name, gradient in output_gradients.items()
     }
-    wanted = range(len(plan.stages)) if own is None else own
-    needed = plan.stages[min(wanted) :] if wanted and output_gradients else ()
-    for stage in reversed(needed):
+    for stage in reversed(plan.stages if output_gradients else ()):
         assert stage.kernel is not None
         incoming = [
             reduce(add, [crossing[edge.value, edge.target] for edge in group])
@@ -95,7 +91,7 @@ def run_serially(
         for edge, gradient in zip(carried, back.inputs, strict=True):
             crossing[edge.value, stage.index] = gradient
         for argument, parameter in zip(stage.parameters, back.parameters, strict=True):
-            if parameter is not None and stage.index in wanted:
+            if parameter is not None:
                 (take or gradients.__setitem__)(argument.target, parameter)
         del back
     return SerialResult(crossed, written, gradients)

@@ -50,11 +50,11 @@ def most_while_compiling(mesh: DeviceMesh, whole: int) -> tuple[int, int]:
     return most, weights_of(model)
 
 
-def test_compiling_a_model_with_data_takes_memory_for_the_own_stages() -> None:
-    """Twice the gradients of its own stages, the model's and the compiled ones, and in passing
-    those of another stage, and copies of a tensor or two: no more than training them."""
-    for most, weights in on_ranks(RANKS, most_while_compiling, options.WHOLE):
-        assert most <= 3.5 * weights / RANKS
+def test_compiling_a_model_with_data_takes_memory_for_gradients_on_the_first_rank_alone() -> None:
+    """The model's gradients, the compiled ones of a stage, and copies of a tensor or two."""
+    (first, weights), *others = on_ranks(RANKS, most_while_compiling, options.WHOLE)
+    assert weights < first <= 1.5 * weights  # it compares the plan with the model
+    assert all(most <= 0.1 * weights for most, _ in others)
 
 
 def test_compiling_a_large_model_takes_memory_for_a_few_layers() -> None:
