@@ -220,7 +220,8 @@ def trained(mesh: DeviceMesh, schedules: Sequence[str], seed: int) -> list[str]:
     size, wrong = mesh.size(), list[str]()
     for schedule in schedules:
         stages = RECIPES[schedule](size, MICROBATCHES).stages
-        cuts = [f"layers.{8 * stage // stages}" for stage in range(1, stages)]
+        halves = (16 * stage // stages for stage in range(1, stages))  # of layers
+        cuts = [f"layers.{half // 2}.{half % 2}" for half in halves]
         options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": mse_loss, "optimizer": sgd}
         made: dict[str, Tensor] = {}
         with fxpipe.compile(layers(), mesh, schedule=schedule, partition=cuts, **options) as pipe:
