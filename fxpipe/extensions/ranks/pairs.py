@@ -40,6 +40,9 @@ ABORTING = 30.0
 MEETING = 0.005
 """Seconds between two looks for the other members of a group."""
 
+EXPLAINED = 1.0
+"""Seconds to wait, after a failed connection, for the other rank's own error, which says more."""
+
 AHEAD = 4 << 20
 """Bytes of receives that are posted ahead where gloo transfers. To post one, a thread writes to the
 connection that gloo's thread reads from; while a value comes, each waits for the other. Small
@@ -217,6 +220,7 @@ class PairGroups:
                     Direction(source, target, not own, self.device, store, timeout, standard)
                 )
             except BaseException as error:
+                self._aborted.wait(EXPLAINED)  # until ``_look`` hears of another rank's error
                 others = [rank for rank in members if rank != self._ranks.rank]
                 names = " and ".join(self._ranks.names[rank] for rank in others)
                 raise RankError(

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +133,32 @@ def test_no_thread_waits_for_a_rank_that_has_failed_before_it_connects() -> None
         PairGroups(ranks, torch.device("cpu")).connect(own)
     assert ranks.epoch == 1
     assert before >= {*threading.enumerate()}  # at once, as Python may end now
+
+
+def cut_off(mesh: DeviceMesh) -> str:
+    """What rank 0 says whose connection ends, as rank 1 has failed and tells of it later."""
+
+    def cut(*args: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    def fail(*args: Any) -> None:
+        time.sleep(0.2)
+        raise MemoryError("in the other rank")
+
+    pipe, (x, y) = pipe_of(mesh, microbatches=2), batch()
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_local_rank() == 0:
+            patch.setattr(PairGroups, "_meet", cut)
+        else:
+            patch.setattr(PairGroups, "connect", fail)
+        with pytest.raises((RankError, MemoryError)) as raised:
+            pipe.step(x, target=y)
+    return str(raised.value)
+
+
+def test_a_connection_that_another_ranks_failure_has_ended_is_explained_by_that_failure() -> None:
+    said, _ = on_ranks(2, cut_off)
+    assert "MemoryError: in the other rank" in said
 
 
 FAILS = """
