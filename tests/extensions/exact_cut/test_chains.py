@@ -14,6 +14,8 @@ from benchmarks.models.amoebanet import AmoebaNetD
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 
+pytestmark = pytest.mark.models
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], nn.Module]]] = {
     "resnet": (lambda: ResNet((1, 2, 1, 1), width=2, classes=3), chains.resnet),
     "unet": (lambda: UNet(2, 4, depth=2, dropout=0.0), chains.unet),
