@@ -20,7 +20,7 @@ from fxpipe.ir.task import KINDS, define_task
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from fxpipe.schedules import chimera, gpipe, one_f_one_b, pipedream, two_bw, zb_h1
+from fxpipe.schedules import gpipe, one_f_one_b, pipedream, two_bw, zb_h1
 from fxpipe.verify.program import verify_program
 from tests.helpers.lines import lines
 from tests.helpers.mutants import program_mutants, sampled
@@ -45,14 +45,6 @@ SHARED = Schedule.parse(
     "2: F1 B1 A\n"
 )
 """A stage on two devices, before one that is on a single one."""
-
-WHOLE = Schedule.parse(
-    "schedule whole stages=3 microbatches=2 delay=0\n"
-    "place 0 1 2 | +0 +1 +2\n"
-    "0: F0@0 F0@1 F0@2 B0@2 B0@1 B0@0 A@1 A@0 A@2 U@0 U@1 U@2\n"
-    "1: F1@0 F1@1 F1@2 B1@2 A@2 B1@1 A@1 B1@0 A@0\n"
-)
-"""A copy of the whole model on a second device."""
 
 
 def lowered(
@@ -173,10 +165,6 @@ CASES = LIBRARY | {
     "shard, overlap": (add_reduce(two_bw(2, 2)), True, False),
     "shard, overlap, clip": (add_clip(add_reduce(two_bw(2, 2))), True, False),
     "shard, delays of stages": (add_reduce(pipedream(2, 2)), True, False),
-    "copies": (SHARED, True, False),
-    "copies, clip, recompute": (add_clip(recomputing(chimera(2, 3))), True, False),
-    "copies, several stages": (WHOLE, True, False),
-    "copies, without updates": (chimera(4, 3), False, False),
     "stale, with a flush": (replace(gpipe(2, 2), delay=1), True, False),
     "no two delays alike": (replace(gpipe(3, 1), delay=(2, 1, 0)), True, False),
     "own tasks, delays of stages": (with_own_tasks(recomputing(pipedream(3, 3))), True, False),
@@ -293,7 +281,8 @@ def assert_edits_are_judged(case: str, cases: Mapping[str, Case]) -> None:
 
 
 OF_OFFLOAD = {"Offload", "Prefetch", "Await"}
-"""The instructions whose edits the extension that has them tries."""
+OF_COPIES = {"Share", "Give", "Add"}
+"""The instructions whose edits the extensions that have them try."""
 
 
 def edits_of(cases: Mapping[str, Case]) -> Counter[tuple[str, str]]:
@@ -305,11 +294,10 @@ def edits_of(cases: Mapping[str, Case]) -> Counter[tuple[str, str]]:
 @pytest.mark.deep
 def test_no_class_of_edits_is_left_out() -> None:
     count = edits_of(CASES)
-    kinds = {made.__name__ for made in every_opcode().values()} - OF_OFFLOAD
+    kinds = {made.__name__ for made in every_opcode().values()} - OF_OFFLOAD - OF_COPIES
     halves = {"Recompute", "PartialBackward", "Backward", "InputGrad", "WeightGrad"}
     compute = halves | {"Forward", "Run"}
     once = {"ReduceScatter", "AllGather", "GatherWeights", "Norm", "Clip", "Update"}
-    once |= {"Share", "Give", "Add"}
     moved = {"Load", "Output", "Send", "Receive", "Free"}
     wanted = {
         (edit, kind)
@@ -318,7 +306,7 @@ def test_no_class_of_edits_is_left_out() -> None:
     }
     wanted |= {("change micro-batch", kind) for kind in moved | halves | {"Forward"}}
     wanted |= {("change batch", kind) for kind in moved | compute | once}
-    wanted |= {("change stage", kind) for kind in once} | {("change copy", "Give")}
+    wanted |= {("change stage", kind) for kind in once}
     wanted |= {(edit, kind) for edit in ("change value", "change opcode") for kind in moved}
     wanted |= {
         (edit, kind) for edit in ("change stage", "change version") for kind in compute | {"Update"}

@@ -14,11 +14,55 @@ from fxpipe.ir import task
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
-from tests.helpers.plans import chain_program
+from fxpipe.schedules import chimera
+from tests.helpers.plans import add_clip, chain_program
 from tests.oracles.schedule_executor import schedule_is_right
+from tests.verify.test_program import (
+    OF_COPIES,
+    SHARED,
+    Case,
+    assert_edits_are_judged,
+    assert_returned_as_they_are,
+    edits_of,
+    recomputing,
+)
 from tests.verify.test_schedule import accepts, fault_of
 
 pytestmark = pytest.mark.smoke
+
+WHOLE = Schedule.parse(
+    "schedule whole stages=3 microbatches=2 delay=0\n"
+    "place 0 1 2 | +0 +1 +2\n"
+    "0: F0@0 F0@1 F0@2 B0@2 B0@1 B0@0 A@1 A@0 A@2 U@0 U@1 U@2\n"
+    "1: F1@0 F1@1 F1@2 B1@2 A@2 B1@1 A@1 B1@0 A@0\n"
+)
+"""A copy of the whole model on a second device."""
+
+CASES: dict[str, Case] = {
+    "copies": (SHARED, True, False),
+    "copies, clip, recompute": (add_clip(recomputing(chimera(2, 3))), True, False),
+    "copies, several stages": (WHOLE, True, False),
+    "copies, without updates": (chimera(4, 3), False, False),
+}
+"""Name → schedule, whether it is lowered with updates, and with a pause."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_single_edits_are_refused_when_they_change_what_is_computed(case: str) -> None:
+    assert_edits_are_judged(case, CASES)
+
+
+@pytest.mark.deep
+def test_no_class_of_edits_is_left_out() -> None:
+    count = edits_of(CASES)
+    edits = "drop", "duplicate", "swap", "move", "give away", "change batch", "change stage"
+    wanted = {(edit, kind) for edit in edits for kind in OF_COPIES} | {("change copy", "Give")}
+    assert not {each for each in wanted if count[each] < 2}
+
+
+def test_valid_programs_are_returned_as_they_are() -> None:
+    assert_returned_as_they_are(CASES)
+
 
 HEAD = "schedule mine stages=2 microbatches=2 delay=0\nplace 0 +1 | +0 1\n"
 RIGHT = (
