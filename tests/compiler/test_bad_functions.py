@@ -18,7 +18,6 @@ from fxpipe import (
     B,
     F,
     InputError,
-    LossWeight,
     Schedule,
     VerificationError,
 )
@@ -81,14 +80,12 @@ def empty(*args: object) -> Any:
     raise ValueError
 
 
-@pytest.mark.parametrize("name", ["loss", "optimizer", "extensions", "schedule"])
+@pytest.mark.parametrize("name", ["loss", "optimizer", "schedule"])
 def test_errors_without_a_text_are_told_by_their_type(name: str) -> None:
     for function, part in ((mute, "Mute, whose text cannot be made"), (empty, "(ValueError)")):
         given: Any = function
         if name == "schedule":
             given = Recipe("mine", function)
-        elif name == "extensions":
-            given = [LossWeight(function)]
         error = refused(InputError, functools.partial(stepped, **{name: given}), part)
         assert type(error.__cause__) is (Mute if function is mute else ValueError)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe import InputError, LossWeight
+from tests.compiler.test_bad_functions import Mute, empty, mute
 from tests.helpers.losses import IGNORED, assert_whole, counted, masked_mean, net, rows
+from tests.helpers.refusals import refused, stepped
 from tests.oracles import loop
 
 COUNTED = [LossWeight(counted)]
@@ -101,3 +105,55 @@ def test_what_is_no_function_is_refused_and_so_is_a_weight_of_a_sum() -> None:
         fxpipe.compile(
             net(), ["cpu"], loss=cross_entropy, reduction="sum", extensions=[LossWeight(counted)]
         )
+
+
+@pytest.mark.smoke
+def test_errors_without_a_text_are_told_by_their_type() -> None:
+    for function, part in ((mute, "Mute, whose text cannot be made"), (empty, "(ValueError)")):
+        given = [LossWeight(function)]
+        error = refused(InputError, partial(stepped, extensions=given), part)
+        assert type(error.__cause__) is (Mute if function is mute else ValueError)
+
+
+class Own(nn.Module):
+    """Returns its loss, the mean over what is not masked, beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        output = self.net(x)
+        return {"loss": cross_entropy(output, labels), "output": output}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"extensions": [LossWeight(lambda x, labels: counted(labels))]},
+        {},
+        {"extensions": [fxpipe.LeafModules(nn.Tanh)]},
+    ],
+)
+def test_a_models_own_loss_is_weighed_by_its_inputs(options: dict[str, Any]) -> None:
+    model = Own()
+    alone = copy.deepcopy(model)
+    x, y = rows(9)
+    y[:4] = IGNORED
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, **options) as pipe:
+        loss, output = pipe.step(x, labels=y, return_output=True)
+        stepped = loop.gradients(model)
+        loop.clear(model)
+        called = pipe(x, labels=y)
+        called["loss"].backward()
+        with torch.no_grad():
+            inferred = pipe.eval()(x, labels=y)
+    expected = alone(x, y)
+    expected["loss"].backward()
+    torch.testing.assert_close(loss, expected["loss"].detach())
+    assert torch.equal(output["loss"], loss)
+    torch.testing.assert_close(output["output"], expected["output"].detach())
+    loop.assert_same(stepped, loop.gradients(alone), 1e-12)
+    assert torch.equal(called["loss"], loss) and torch.equal(inferred["loss"], loss)
+    loop.assert_same(loop.gradients(model), stepped)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import fxpipe
-from fxpipe import InputError, LossWeight
-from tests.helpers.losses import IGNORED, assert_whole, counted, net, rows
+from fxpipe import InputError
+from tests.helpers.losses import assert_whole, net, rows
 from tests.oracles import loop
 
 
@@ -26,49 +26,6 @@ def test_losses_are_averaged_or_added_up(reduction: Any, each: bool) -> None:
         return cross_entropy(output, target, reduction=reduction)
 
     assert_whole(loss, *rows(7), 3, whole, reduction=reduction)
-
-
-class Own(nn.Module):
-    """Returns its loss, the mean over what is not masked, beside its output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = net()
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        output = self.net(x)
-        return {"loss": cross_entropy(output, labels), "output": output}
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"extensions": [LossWeight(lambda x, labels: counted(labels))]},
-        {},
-        {"extensions": [fxpipe.LeafModules(nn.Tanh)]},
-    ],
-)
-def test_a_models_own_loss_is_weighed_by_its_inputs(options: dict[str, Any]) -> None:
-    model = Own()
-    alone = copy.deepcopy(model)
-    x, y = rows(9)
-    y[:4] = IGNORED
-    with fxpipe.compile(model, ["cpu"] * 2, microbatches=3, **options) as pipe:
-        loss, output = pipe.step(x, labels=y, return_output=True)
-        stepped = loop.gradients(model)
-        loop.clear(model)
-        called = pipe(x, labels=y)
-        called["loss"].backward()
-        with torch.no_grad():
-            inferred = pipe.eval()(x, labels=y)
-    expected = alone(x, y)
-    expected["loss"].backward()
-    torch.testing.assert_close(loss, expected["loss"].detach())
-    assert torch.equal(output["loss"], loss)
-    torch.testing.assert_close(output["output"], expected["output"].detach())
-    loop.assert_same(stepped, loop.gradients(alone), 1e-12)
-    assert torch.equal(called["loss"], loss) and torch.equal(inferred["loss"], loss)
-    loop.assert_same(loop.gradients(model), stepped)
 
 
 def test_a_sum_that_the_model_returns_is_added_up() -> None:
