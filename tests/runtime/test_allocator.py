@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
 
 from fxpipe.torchtools import allocator
 from tests.helpers.tiny import batch, pipe_of
@@ -60,3 +63,41 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     x, y = batch()
     with pipe_of(2) as pipe:
         pipe.step(x, target=y)
+
+
+ARENAS = """
+import ctypes, tempfile, threading
+import torch
+library = ctypes.CDLL(None)
+library.fdopen.restype = ctypes.c_void_p
+
+def arenas():
+    with tempfile.TemporaryFile() as file:
+        stream = ctypes.c_void_p(library.fdopen(file.fileno(), b"w"))
+        library.malloc_info(0, stream)
+        library.fflush(stream)
+        file.seek(0)
+        return file.read().count(b"<heap ")
+
+def started(count):
+    for _ in range(count):
+        threading.Thread(target=end.wait, daemon=True).start()
+    return arenas()
+
+end = threading.Event()
+before = arenas()
+{line}
+print(started(3) - before)
+"""
+
+
+@pytest.mark.skipif(
+    allocator._glibc() is None or torch.accelerator.current_accelerator() is not None,
+    reason="of glibc, and of a torch for CPUs alone",
+)
+@pytest.mark.parametrize(("line", "more"), [("pass", 3), ("import fxpipe", 0)])
+def test_threads_that_start_after_the_import_share_an_arena(line: str, more: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ARENAS.format(line=line)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{more}\n"
