@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import fxpipe.schedules  # noqa: F401 (registers the library of schedules)
 from fxpipe.errors import (
     CaptureError,
@@ -36,7 +34,6 @@ from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import A, B, C, F, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
 from fxpipe.removed import gone
-from fxpipe.torchtools.allocator import share_arena
 
 if TYPE_CHECKING:
     from fxpipe.entry import compile
@@ -57,9 +54,6 @@ if TYPE_CHECKING:
     from fxpipe.pipeline import Pipeline
 
 __version__ = "0.1.0"
-
-if torch.accelerator.current_accelerator() is None:
-    share_arena()  # all devices are CPUs; a progress bar's thread may start before ``compile``
 
 _LATER = {
     "Partition": "fxpipe.passes.partition.options",

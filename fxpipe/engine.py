@@ -68,7 +68,7 @@ class Engine:
         self.clipping = clipping
         self.backend = backend
         if not options.places:
-            allocator.share_arena()
+            allocator.share_memory()
         self._workers = [Worker(f"fxpipe-{i}", options.threads) for i in range(choice.most)]
         self._lock = PipeLock(self._workers)
         self.times: list[list[Any]] = []
@@ -224,6 +224,7 @@ class Engine:
             # it may outlive the pipe by the threads that end its links, and must not keep the model
             self._options.group.when_failed(lambda: "")
             self.backend.close()
+            allocator.give_back()
 
     def _call_failed(self) -> str:
         """Drop the batches in flight after a call that failed, possibly on another rank. Returns

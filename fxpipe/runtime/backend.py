@@ -19,7 +19,6 @@ from fxpipe.ir.value import Buffer
 from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
-from fxpipe.torchtools.state import keep_memory
 
 T = TypeVar("T")
 
@@ -89,7 +88,6 @@ def is_worker() -> bool:
 def _work(jobs: Jobs, done: list[int], threads: int, ready: threading.Event) -> None:
     torch.get_num_threads()  # sets torch's default in this thread now; later it would replace ours
     torch.set_num_threads(threads)
-    keep_memory()
     ready.set()
     with torch.no_grad():
         while True:

@@ -2,7 +2,8 @@
 
 glibc gives each thread that allocates an arena of its own. Memory that a stage has freed there
 serves no other stage, and stays with the process: a transformer of 96 MiB of parameters over two
-devices took 300 MiB more than it held. Other C libraries are left alone.
+devices took 300 MiB more than it held. And it returns freed memory to the system, so that each step
+faults the same pages in again: a tenth of a small U-Net's step. Other C libraries are left alone.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ import os
 import sys
 from typing import Any
 
-_ARENA_MAX = -8
-"""The parameter of glibc's ``mallopt`` (malloc.h) for the number of arenas."""
+_SETTINGS = {
+    "MALLOC_ARENA_MAX": (-8, 1),
+    "MALLOC_MMAP_THRESHOLD_": (-3, 32 << 20),  # the greatest that it takes
+    "MALLOC_TRIM_THRESHOLD_": (-1, 1 << 30),
+}
+"""Environment variable → the parameter of glibc's ``mallopt`` (malloc.h) for the same, and its
+value: the number of arenas, the bytes of a block that is mapped by itself and returned when it is
+freed, and the free bytes at the end of the arena that are returned."""
 
 
 @functools.cache
@@ -27,12 +34,13 @@ def _glibc() -> Any:
 
 
 @functools.cache
-def share_arena() -> None:
-    """Let all threads that are started from now on allocate from one arena, unless the environment
-    variable ``MALLOC_ARENA_MAX`` says otherwise. Arenas that exist stay."""
+def share_memory() -> None:
+    """Let all threads that are started from now on allocate from one arena, which keeps what is
+    freed for later, unless an environment variable says otherwise. Arenas that exist stay."""
     library = _glibc()
-    if library is not None and "MALLOC_ARENA_MAX" not in os.environ:
-        library.mallopt(_ARENA_MAX, 1)
+    for name, setting in _SETTINGS.items():
+        if library is not None and name not in os.environ:
+            library.mallopt(*setting)
 
 
 def give_back() -> None:

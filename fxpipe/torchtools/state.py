@@ -236,16 +236,6 @@ def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
     ]
 
 
-def keep_memory() -> None:
-    """Let glibc keep the memory of freed activations for later ones.
-
-    By default glibc returns freed memory above a threshold to the system, and each step faults the
-    same pages in again, which took a tenth of a small U-Net's step. Freeing a block of up to 32 MiB
-    that was mapped separately raises the threshold; see mallopt(3), M_MMAP_THRESHOLD.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
-
-
 Autocasts = tuple[tuple[str, torch.dtype], ...]
 """Device type and dtype for each device type with autocast."""
 

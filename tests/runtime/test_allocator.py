@@ -1,4 +1,4 @@
-"""The C library's allocator: one arena for all threads, and memory given back after compiling."""
+"""The C library's allocator: one arena for all threads, which keeps memory from step to step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-import torch
 
 from fxpipe.torchtools import allocator
 from tests.helpers.tiny import batch, pipe_of
@@ -17,14 +16,15 @@ class Library:
     """Stands for glibc, and notes what it is asked for."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
+        self.calls: list[Any] = []
 
     def mallopt(self, parameter: int, value: int) -> int:
-        self.calls.append(("mallopt", parameter, value))
+        self.calls.append((parameter, value))
         return 1
 
     def malloc_trim(self, pad: int) -> int:
-        self.calls.append(("malloc_trim", pad))
+        assert pad == 0
+        self.calls.append("trim")
         return 1
 
 
@@ -32,30 +32,34 @@ class Library:
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library()
     monkeypatch.setattr(allocator, "_glibc", lambda: made)
-    monkeypatch.setattr(allocator, "share_arena", allocator.share_arena.__wrapped__)
-    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    monkeypatch.setattr(allocator, "share_memory", allocator.share_memory.__wrapped__)
+    for name in ("MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.delenv(name, raising=False)
     return made
 
 
 def test_memory_is_given_back_after_a_compilation_and_not_in_steps(library: Library) -> None:
     x, y = batch()
     with pipe_of(2) as pipe:
-        assert library.calls == [("mallopt", -8, 1)]
+        assert library.calls == [(-8, 1), (-3, 32 << 20), (-1, 1 << 30)]
+        library.calls.clear()
         pipe.step(x, target=y)
-        assert library.calls[1:] == [("malloc_trim", 0)]
+        assert library.calls == ["trim"]
         pipe.step(x, target=y)
-        assert library.calls[1:] == [("malloc_trim", 0)]
+        assert library.calls == ["trim"]
         pipe.eval()
         pipe(x)
-        assert library.calls[1:] == [("malloc_trim", 0)] * 2
+        assert library.calls == ["trim"] * 2
+    assert library.calls == ["trim"] * 3  # it is closed
 
 
-def test_the_environment_has_the_last_word_on_arenas(
+def test_the_environment_has_the_last_word(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")
     with pipe_of(2):
-        assert not library.calls
+        assert library.calls == [(-3, 32 << 20)]
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +95,12 @@ print(started(3) - before)
 """
 
 
-@pytest.mark.skipif(
-    allocator._glibc() is None or torch.accelerator.current_accelerator() is not None,
-    reason="of glibc, and of a torch for CPUs alone",
-)
-@pytest.mark.parametrize(("line", "more"), [("pass", 3), ("import fxpipe", 0)])
-def test_threads_that_start_after_the_import_share_an_arena(line: str, more: int) -> None:
+SHARE = "from fxpipe.torchtools.allocator import share_memory; share_memory()"
+
+
+@pytest.mark.skipif(allocator._glibc() is None, reason="of glibc")
+@pytest.mark.parametrize(("line", "more"), [("pass", 3), (SHARE, 0)])
+def test_threads_that_start_later_share_an_arena(line: str, more: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ARENAS.format(line=line)], capture_output=True, text=True, check=True
     )
