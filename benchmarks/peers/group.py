@@ -231,6 +231,9 @@ def _import_all() -> None:
     contender's modules count as what it holds."""
     import torch
 
+    with suppress(ImportError):
+        # the thread of a progress bar here would have an arena of its own
+        importlib.import_module("tqdm").tqdm.monitor_interval = 0
     linear = torch.nn.Linear(2, 2)
     torch.export.export(linear, (torch.zeros(1, 2),)).run_decompositions()
     importlib.import_module("torch._inductor.compile_fx")
