@@ -88,11 +88,13 @@ CUTS = {
         2: ["bottom"],
         3: ["downs.1", "widens.1"],
         4: ["downs.1", "bottom", "widens.1"],
+        8: ["downs.0.3", "downs.1", "downs.1.3", "bottom", "widens.0", "widens.1", "ups.1.3"],
     },
     "transformer": {
         2: ["blocks.2"],
         3: ["blocks.1", "blocks.3"],
         4: ["blocks.1", "blocks.2", "blocks.3"],
+        8: [f"blocks.{i}{part}" for i in range(4) for part in ("", ".between")][:7],
     },
 }
 """Case → stages → where they begin; nothing has to be measured for that."""
