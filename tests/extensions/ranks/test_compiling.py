@@ -79,3 +79,32 @@ def compile_within(mesh: DeviceMesh, share: float) -> float:
 
 def test_a_model_without_data_is_compiled_in_less_memory_than_a_rank_trains_it_in() -> None:
     assert on_ranks(2, compile_within, 0.6) == [2.0, 2.0]
+
+
+class Hiding(nn.Module):
+    """Multiplies by a trained tensor that it hides in a list, so that no graph can train it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.hidden = [torch.ones(4, requires_grad=True)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.first(x) * self.hidden[0])
+        return y
+
+
+def refused(mesh: DeviceMesh) -> tuple[str, str]:
+    x = torch.ones(4, 4)
+    with fxpipe.compile(
+        Hiding(), mesh, microbatches=2, loss=F.mse_loss, partition=["last"]
+    ) as pipe:
+        with pytest.raises((fxpipe.TraceError, fxpipe.RankError)) as raised:
+            pipe.step(x, target=x)
+        return type(raised.value).__name__, str(raised.value)
+
+
+def test_a_model_that_its_plan_does_not_equal_is_refused_on_all_ranks() -> None:
+    (kind, text), (other, told) = on_ranks(2, refused)
+    assert kind == "TraceError" and "requires a gradient and is no parameter" in text
+    assert other == "RankError" and told.startswith("rank 0 ") and text in told
