@@ -4,6 +4,7 @@ stages."""
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 import fxpipe
 from examples import larger
 from fxpipe.compiler import options
+from fxpipe.extend import Extension
+from fxpipe.ir.plan import Plan
+from fxpipe.kernels.kernel import ForwardResult
+from fxpipe.passes.runner import Pass
 from fxpipe.torchtools import allocator
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -108,3 +113,42 @@ def test_a_model_that_its_plan_does_not_equal_is_refused_on_all_ranks() -> None:
     (kind, text), (other, told) = on_ranks(2, refused)
     assert kind == "TraceError" and "requires a gradient and is no parameter" in text
     assert other == "RankError" and told.startswith("rank 0 ") and text in told
+
+
+class Spoils(Extension):
+    """What compiles stages, and on the last rank makes a kernel that computes something else."""
+
+    def __init__(self, spoils: bool) -> None:
+        self.spoils = spoils
+
+    def __repr__(self) -> str:
+        return "Spoils()"
+
+    def passes(self, options: Any) -> dict[str, list[tuple[str, Pass]]]:
+        return {"compile": [("", Pass(self.spoiled, "plan", "plan"))]}
+
+    def spoiled(self, plan: Plan) -> Plan:
+        kernel: Any = plan.stages[-1].kernel
+        original = kernel.forward
+
+        def forward(*args: Any) -> ForwardResult:
+            made: ForwardResult = original(*args)
+            return made._replace(outputs=[output + 1 for output in made.outputs])
+
+        if self.spoils:
+            kernel.forward = forward
+        return plan
+
+
+def refused_as_compiled(mesh: DeviceMesh) -> str:
+    x, extensions = torch.ones(4, 8), [Spoils(mesh.get_local_rank() == 1)]
+    with fxpipe.compile(
+        layers(8, 2), mesh, microbatches=2, loss=F.mse_loss, partition=["1"], extensions=extensions
+    ) as pipe:
+        with pytest.raises((fxpipe.TraceError, fxpipe.RankError)) as raised:
+            pipe.step(x, target=x)
+        return type(raised.value).__name__
+
+
+def test_what_a_rank_compiles_for_itself_it_compares_itself() -> None:
+    assert on_ranks(2, refused_as_compiled) == ["RankError", "TraceError"]
