@@ -31,7 +31,7 @@ from fxpipe.passes.tracing.tracer import Fallback, UntracedCalls
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
-from fxpipe.torchtools.state import intra_op_threads, put_back, untouched
+from fxpipe.torchtools.state import collect, intra_op_threads, put_back, untouched
 
 
 @dataclass(frozen=True)
@@ -259,6 +259,7 @@ class FrontEnd:
                 raise
             # the model itself has run before, so that PyTorch's tracers have failed
             raise untraceable(model, error) from error
+        collect()
         return traced
 
 

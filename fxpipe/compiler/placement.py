@@ -21,7 +21,7 @@ from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import StageDevices, StageLoad
 from fxpipe.passes.runner import run_all
-from fxpipe.torchtools.state import intra_op_threads, under, untouched
+from fxpipe.torchtools.state import collect, intra_op_threads, under, untouched
 
 T = TypeVar("T")
 
@@ -212,6 +212,7 @@ class Placement:
     def _measuring(self) -> Iterator[None]:
         with untouched(self._options.model), intra_op_threads(self._options.threads):
             yield
+        collect()
 
     def _facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
+from math import prod
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ from fxpipe.passes.differentiate.extract import (
 from fxpipe.passes.partition.assignment import is_part
 
 aten = torch.ops.aten
+
+_POOLS = {
+    aten.max_pool2d_with_indices.default: (aten.max_pool2d_with_indices_backward.default, 2),
+    aten.max_pool3d_with_indices.default: (aten.max_pool3d_with_indices_backward.default, 3),
+}
+"""Max pooling → its backward, which reads the places of the maxima, and the dimensions of a plane,
+within which places are counted."""
+
+_INTEGERS = torch.int8, torch.int16, torch.int32, torch.int64
 
 
 def split_joint(
@@ -61,11 +71,11 @@ def split_joint(
     inputs = len(computed) - len(trained)
     early = ancestors(outputs)
     early.update(given)
-    needed = ancestors(computed)
-    late = [node for node in graph.nodes if node in needed and node not in early]
     # a part of an operation's result is taken in the graph of the operation
-    early.update(node for node in late if is_part(node) and node.args[0] in early)
-    late = [node for node in late if node not in early and node not in gradients]
+    early.update(node for node in graph.nodes if is_part(node) and node.args[0] in early)
+    early.update(_narrow_places(graph, early))
+    needed = ancestors(computed) - early
+    late = [node for node in graph.nodes if node in needed and node not in gradients]
     saved = crossing(late, computed, early)
     _copy_shared_gradients(graph, inputs, computed, late, {*early, *gradients})
     for node, parameter in zip(computed[inputs:], trained, strict=True):
@@ -87,6 +97,35 @@ def _drop_detach(graph: fx.Graph) -> None:
         if node.op == "call_function" and node.target is aten.detach.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _narrow_places(graph: fx.Graph, early: set[fx.Node]) -> list[fx.Node]:
+    """Let the places of maxima be saved in as few bytes as they need, if nothing reads them but the
+    backward of their pooling: as int64 they are 5 % of what a U-Net saves. Returns the new nodes
+    that belong to the forward."""
+    made = []
+    for node in [node for node in graph.nodes if node in early and is_part(node)]:
+        pool: Any = node.args[0]
+        readers = list(node.users)
+        if pool.target not in _POOLS or node.args[1] != 1:
+            continue
+        backward, dims = _POOLS[pool.target]
+        if any(reader.target is not backward for reader in readers):
+            continue
+        plane = pool.args[0].meta["val"].shape[-dims:]
+        places = prod(plane) if all(isinstance(size, int) for size in plane) else 2**31
+        dtype = next(each for each in _INTEGERS if places - 1 <= torch.iinfo(each).max)
+        value = node.meta["val"]
+        with graph.inserting_after(node):
+            narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+        narrow.meta.update(node.meta, val=value.to(dtype))
+        made.append(narrow)
+        for reader in readers:
+            with graph.inserting_before(reader):
+                wide = graph.call_function(aten._to_copy.default, (narrow,), {"dtype": value.dtype})
+            wide.meta.update(reader.meta, val=value)
+            reader.replace_input_with(node, wide)
+    return made
 
 
 def _copy_shared_gradients(
