@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from benchmarks.machine import Machine, describe
 from benchmarks.peers.case import RESIDENT
-from benchmarks.peers.contenders import GPIPE, LOOP, OURS, PIPELINING, RANKS
+from benchmarks.peers.contenders import GPIPE, LOOP, META, OURS, PIPELINING, RANKS
 from benchmarks.peers.group import Group, GroupError
 from benchmarks.report import Figure, Grid, Report
 
@@ -28,6 +28,7 @@ WHO = (
     "fxpipe, gpipe",
     OURS,
     RANKS,
+    META,
     "fxpipe, zb-h1",
     "fxpipe, 2bw",
     "fxpipe, 1f1b, recompute always",
@@ -106,9 +107,10 @@ def figures(case: str, found: dict[str, Resident | str]) -> list[Figure]:
         mine, others = found[ours], found[theirs]
         if isinstance(mine, Resident) and isinstance(others, Resident):
             made.append(Figure(f"{case}: {ours} over {theirs}, steps", mine.peak / others.peak))
-    mine = found[OURS]
-    if isinstance(mine, Resident):
-        made.append(Figure(f"{case}: {OURS}, first step over steps", mine.first / mine.peak))
+    for who in (OURS, META):
+        mine = found[who]
+        if isinstance(mine, Resident):
+            made.append(Figure(f"{case}: {who}, first step over steps", mine.first / mine.peak))
     return made
 
 

@@ -76,10 +76,11 @@ class Case:
         """How many there are."""
         return len(self.cuts) + 1
 
-    def make(self) -> tuple[nn.Module, Tensor, Tensor]:
-        """The model, a batch and its target."""
+    def make(self, device: str = "cpu") -> tuple[nn.Module, Tensor, Tensor]:
+        """The model, built on a device, a batch and its target."""
         torch.manual_seed(0)
-        model = self.model()
+        with torch.device(device):
+            model = self.model()
         x, y = self.data() if self.data else (torch.rand(self.shape), torch.rand(self.shape))
         return model, x, y
 

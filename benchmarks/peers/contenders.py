@@ -91,10 +91,13 @@ def _pipe(
     return Entry(load, late=late, turn=LATE_TURN if late else 1)
 
 
-def _ranks() -> Make:
-    from benchmarks.peers.pipe import RankPipe
+def _ranks(built_on: str = "cpu") -> Entry:
+    def load() -> Make:
+        from benchmarks.peers.pipe import RankPipe
 
-    return RankPipe
+        return partial(RankPipe, built_on=built_on)
+
+    return Entry(load, apart=True, threads=1)
 
 
 LOOP = "plain loop, 1 thread"
@@ -105,6 +108,7 @@ TRACED = "torch.distributed.pipelining, 1F1B, the model itself"
 OURS = "fxpipe, 1f1b"
 THREADS = "fxpipe, 1f1b, a thread a device"
 RANKS = "fxpipe, 1f1b, a rank a device"
+META = "fxpipe, 1f1b, a rank a device, model on meta"
 
 CONTENDERS = {
     LOOP: _loop(1),
@@ -113,7 +117,7 @@ CONTENDERS = {
     PIPELINING: _pipelining(),
     OURS: _pipe("1f1b"),
     THREADS: _pipe("1f1b", threads="device"),
-    RANKS: Entry(_ranks, apart=True, threads=1),
+    RANKS: _ranks(),
     "fxpipe, zb-h1": _pipe("zb-h1"),
     "fxpipe, 2bw": _pipe("2bw", late=True),
 }
@@ -121,6 +125,7 @@ CONTENDERS = {
 SAVING = {
     "torchgpipe, checkpoint always": _gpipe("always"),
     "fxpipe, gpipe": _pipe("gpipe"),
+    META: _ranks("meta"),
     "fxpipe, 1f1b, recompute always": _pipe("1f1b", recompute="always"),
 }
 """Those that are of interest for their memory."""

@@ -16,9 +16,11 @@ from benchmarks.peers.contender import Contender
 class Pipe(Contender):
     """It is told nothing of the model but the model; where others divide it by hand, the cuts."""
 
-    def __init__(self, case: Case, devices: DeviceMesh | None = None, **options: Any) -> None:
+    def __init__(
+        self, case: Case, devices: DeviceMesh | None = None, built_on: str = "cpu", **options: Any
+    ) -> None:
         torch.set_num_threads(1 if devices else case.devices)  # one for each device
-        model, self.x, self.y = case.make()
+        model, self.x, self.y = case.make(built_on)
         if case.parts:
             options["partition"] = list(case.cuts)
         self.pipe = fxpipe.compile(
@@ -27,8 +29,11 @@ class Pipe(Contender):
             microbatches=case.microbatches,
             loss=case.loss,
             optimizer=case.optimizer,
+            example=((self.x,), {"target": self.y}) if built_on == "meta" else None,
             **options,
         )
+        if built_on == "meta":
+            self.pipe.reset_parameters()
 
     def step(self) -> Tensor:
         """See Contender.step."""
@@ -47,10 +52,11 @@ class Pipe(Contender):
 class RankPipe(Pipe):
     """One rank of a pipe over processes."""
 
-    def __init__(self, case: Case, rank: int, meeting: str) -> None:
+    def __init__(self, case: Case, rank: int, meeting: str, built_on: str = "cpu") -> None:
         size = case.devices
         distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
-        super().__init__(case, init_device_mesh("cpu", (size,), mesh_dim_names=("pp",)))
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("pp",))
+        super().__init__(case, mesh, built_on)
 
     def meet(self) -> None:
         """See Contender.meet."""
