@@ -25,7 +25,7 @@ from __future__ import annotations
 if __name__ != "fxpipe.schedules":
     raise ImportError(f"import this package as fxpipe.schedules, not as {__name__}")
 
-from fxpipe.ir.recipe import RECIPES, Recipe
+from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.schedules.gpipe import gpipe, inference, looped_bfs, naive
 from fxpipe.schedules.one_f_one_b import interleaved_one_f_one_b, one_f_one_b
 from fxpipe.schedules.zero_bubble import zb_h1, zb_h2, zb_v
@@ -51,10 +51,9 @@ __all__ += list(_LATE)
 
 
 def __getattr__(name: str) -> Recipe:
-    recipe = RECIPES.get(_LATE.get(name, ""))
-    if recipe is None:
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return recipe
+    return find_recipe(_LATE[name])
 
 
 def library() -> list[Recipe]:

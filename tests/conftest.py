@@ -17,8 +17,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -40,6 +42,7 @@ from tests.helpers.times import equal_times
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TESTS = Path(__file__).parent
+EXTENSIONS = TESTS.parent / "fxpipe" / "extensions"
 GOLDEN = TESTS / "golden"
 QUICK = (
     "extensions/comparison",
@@ -118,10 +121,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    library = TESTS.parent / "fxpipe"  # where an extension may have been deleted with its tests
-    there = [f for f in QUICK if not f.startswith("extensions/") or (library / f).is_dir()]
+    there = [
+        f for f in QUICK if not f.startswith("extensions/") or (EXTENSIONS.parent / f).is_dir()
+    ]
     if lost := [folder for folder in there if not (TESTS / folder).is_dir()]:
         raise pytest.UsageError(f"QUICK in {__file__} names folders that are not there: {lost}")
+
+
+def lacks(text: str) -> str | None:
+    """The extension that a test lacks, by the text of its error: its folder was deleted."""
+    for name in re.findall(r"(?:fxpipe|tests)\.extensions\.(\w+)", text):
+        if not (EXTENSIONS / name).exists() and not (EXTENSIONS / f"{name}.py").exists():
+            return f"needs the extension {name}"
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file that needs an extension whose folder was deleted."""
+    report = yield
+    if report.failed and (reason := lacks(str(report.longrepr))):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+        # pytest keeps what it could not import, so that others would import half of it
+        name = ".".join(collector.path.relative_to(TESTS.parent).with_suffix("").parts)
+        sys.modules.pop(name, None)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Skip a test that needs an extension whose folder was deleted."""
+    report = yield
+    if report.failed and (reason := lacks(f"{report.longrepr}{report.capstderr}")):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, reason)
+    return report
 
 
 @cache
@@ -157,6 +194,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if not is_quick(item)]
         items[:] = [item for item in items if is_quick(item)]
         config.hook.pytest_deselected(items=slow)
+    for item in items:
+        for mark in item.iter_markers("needs"):
+            if reason := lacks(f"fxpipe.extensions.{mark.args[0]}"):
+                item.add_marker(pytest.mark.skip(reason))
     for item in rest_of_extensions(items):
         item.add_marker("deep")
     items.sort(key=lambda item: (not within(item.path, LONGEST), is_quick(item)))

@@ -199,6 +199,7 @@ class Kept(nn.Module):
         return (out, feature) if self.returns else out
 
 
+@pytest.mark.needs("leaf_modules")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("where", ["dict", "attribute"])
 def test_a_feature_that_a_hook_keeps_for_the_loss_is_refused_with_what_works(where: str) -> None:
@@ -270,6 +271,7 @@ class Hooked(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.needs("leaf_modules")
 def test_a_hook_on_a_gradient_is_refused_and_a_submodule_with_a_function_trains() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 6), torch.randint(5, (8,))

@@ -37,8 +37,8 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("door", "name"), EVERY)
 def test_every_name_is_there_and_callable(door: extend.Door, name: str) -> None:
-    assert extend.there(door, name)
     assert callable(extend.find(door, name))
+    assert extend.there(door, name)
 
 
 def test_public_names_of_extensions_are_attributes_of_fxpipe_and_listed() -> None:

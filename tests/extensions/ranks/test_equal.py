@@ -168,6 +168,13 @@ def recipes(model: Callable[[], nn.Module], **options: Any) -> Callable[[Devices
     return lambda devices: train(devices, model(), **options)
 
 
+def called(model: Callable[[], nn.Module], **options: Any) -> Callable[[Devices], Results]:
+    """``recipes``, with a submodule that is called as it is."""
+    return lambda devices: train(
+        devices, model(), extensions=[fxpipe.LeafModules("second")], **options
+    )
+
+
 def half(devices: Devices) -> Results:
     kind = "cpu" if isinstance(devices, int) else devices.device_type
     scaler = torch.amp.GradScaler(kind, init_scale=256.0, growth_interval=2)
@@ -215,12 +222,12 @@ CASES: Mapping[str, Callable[[Devices], Results]] = {
     "deferred": recipes(skips, extensions=["deferred_batchnorm"]),
     "deferred, 2bw": recipes(skips, extensions=["deferred_batchnorm"], schedule="2bw"),
     "gradients": recipes(skips, optimizer=None),
-    "leaf": recipes(skips, extensions=[fxpipe.LeafModules("second")]),
+    "leaf": called(skips),
     "chimera": recipes(
         skips, schedule="chimera", extensions=["deferred_batchnorm"], clip_norm=0.05
     ),
     "chimera, tied": recipes(tied, schedule="chimera"),
-    "chimera, leaf": recipes(tied, schedule="chimera", extensions=[fxpipe.LeafModules("second")]),
+    "chimera, leaf": called(tied, schedule="chimera"),
     "chimera, gradients": recipes(tied, schedule="chimera", optimizer=None),
     "own task": own_task,
     "changing": changing,

@@ -107,6 +107,7 @@ def assert_the_loops(model: nn.Module) -> None:
 CASES: list[list[tuple[Any, ...]]] = [[(Reverse, 0.5), (Reverse, 2.0)], [(Sized, 3)], [(Outer,)]]
 
 
+@pytest.mark.needs("leaf_modules")
 @pytest.mark.parametrize("calls", CASES)
 def test_a_submodule_with_functions_is_called_as_it_is_with_the_loops_gradients(
     calls: list[tuple[Any, ...]],
@@ -124,6 +125,7 @@ def test_a_function_in_the_models_own_forward_is_refused_with_its_line() -> None
         pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
 
 
+@pytest.mark.needs("leaf_modules")
 def test_a_loss_with_a_function_is_called_as_it_is() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return mse_loss(applied(Reverse, output, 2.0), target)
