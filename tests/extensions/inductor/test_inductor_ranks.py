@@ -22,6 +22,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def statistics_of(schedule: str) -> list[str]:
+    """The extension that copies of a stage need to agree on the statistics of a batch."""
+    return ["deferred_batchnorm"] * (schedule == "chimera")
+
+
 def ran(mesh: DeviceMesh, schedule: str, folder: Path) -> tuple[float, list[bool], str, list[int]]:
     os.environ.update(settings(folder))
     torch.manual_seed(0)
@@ -34,7 +39,7 @@ def ran(mesh: DeviceMesh, schedule: str, folder: Path) -> tuple[float, list[bool
         microbatches=3,
         partition=["last"],
         loss=mse_loss,
-        extensions=["inductor", *["deferred_batchnorm"] * (schedule == "chimera")],
+        extensions=["inductor", *statistics_of(schedule)],
     ) as pipe:
         loss, own = float(stepped(pipe, x, y)), [each is not None for each in graphs(pipe)]
         return loss, own, str(pipe), [memory.peak for memory in pipe.simulate().memory]
@@ -47,7 +52,7 @@ def test_a_rank_compiles_its_own_stages_and_those_of_which_it_has_copies(
     schedule: str, folder: Path
 ) -> None:
     x, y = batch()
-    with made("inductor") as pipe:
+    with made("inductor", extensions=statistics_of(schedule)) as pipe:
         expected = float(stepped(pipe, x, y))
         first = next(graph for graph in graphs(pipe) if graph is not None)
         loaded = libraries._loaded.items()
