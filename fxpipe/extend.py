@@ -217,6 +217,10 @@ def there(door: Door, name: str) -> bool:
         return False
 
 
+class MissingExtension(InputError, ImportError):
+    """The extension of a name that was asked for is not there."""
+
+
 def find(door: Door, name: str, what: str = "") -> Any:
     """Import what a name means.
 
@@ -224,7 +228,8 @@ def find(door: Door, name: str, what: str = "") -> Any:
         what: the text in the error before "needs the extension"; by default the name.
 
     Raises:
-        InputError: the door does not know the name, or the extension that has it is not there.
+        InputError: the door does not know the name.
+        MissingExtension: the extension that has it is not there.
     """
     try:
         target = _REGISTRY[door][name]
@@ -240,7 +245,7 @@ def find(door: Door, name: str, what: str = "") -> Any:
         if not (lost.startswith((f"{package}.", f"{_HERE}.")) or f"{package}.".startswith(lost)):
             raise
         missing = _package(lost[:-1]) if lost.startswith(f"{_HERE}.") else package
-        raise InputError(
+        raise MissingExtension(
             f"{what or name} needs the extension {missing}, which is not there; install fxpipe "
             "with it"
         ) from error

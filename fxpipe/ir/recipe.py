@@ -270,9 +270,10 @@ class Recipes(UserDict[str, Recipe]):
     """Recipes by name. Those of extensions are imported when they are first asked for."""
 
     def __missing__(self, name: str) -> Recipe:
-        if not there("recipe", name):
-            raise KeyError(name)
-        recipe: Recipe = find("recipe", name)
+        try:
+            recipe: Recipe = find("recipe", name)
+        except InputError as error:
+            raise KeyError(name) from error
         self.data[name] = recipe
         return recipe
 
