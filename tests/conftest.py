@@ -130,7 +130,7 @@ def pytest_configure() -> None:
 
 def lacks(text: str) -> str | None:
     """The extension that a test lacks, by the text of its error: its folder was deleted."""
-    for name in re.findall(r"(?:fxpipe|tests)\.extensions\.(\w+)", text):
+    for name in re.findall(r"(?:fxpipe|tests)[./]extensions[./](\w+)", text):
         if not (EXTENSIONS / name).exists() and not (EXTENSIONS / f"{name}.py").exists():
             return f"needs the extension {name}"
     return None

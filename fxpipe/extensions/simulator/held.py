@@ -28,6 +28,7 @@ def plan_sizes(
     *,
     early: int = 0,
     elsewhere: Collection[int] = (),
+    placement: Sequence[int] = (),
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
@@ -41,9 +42,11 @@ def plan_sizes(
         optimizers: stage → its optimizer.
         early: how many values from each other device may be in memory before their receives.
         elsewhere: stages of other processes. They have gradients if this process's stages have.
+        placement: stage → device; empty if each has its own.
     """
+    homes = placement or range(len(plan.stages))
     graphs = {
-        stage.index: GraphMemory(plan, stage, stage.kernel)
+        stage.index: GraphMemory(plan, stage, stage.kernel, homes)
         if isinstance(stage.kernel, GraphKernel)
         else StageMemory(plan, stage)
         for stage in plan.stages
@@ -140,9 +143,13 @@ class StageMemory:
 class GraphMemory(StageMemory):
     """The same, told by the stage's graphs."""
 
-    def __init__(self, plan: Plan, stage: Stage, kernel: GraphKernel) -> None:
+    def __init__(
+        self, plan: Plan, stage: Stage, kernel: GraphKernel, placement: Sequence[int]
+    ) -> None:
         super().__init__(plan, stage)
         self._kernel = kernel
+        home = placement[stage.index]
+        self._beside = {stage for stage, device in enumerate(placement) if device == home}
         self.saved, self.deferred = self._forward(), Kept()
         if kernel.backward_graph is not None:
             self._backward("B", kernel.backward_graph)
@@ -159,7 +166,8 @@ class GraphMemory(StageMemory):
         owners: dict[int, _Owner] = dict.fromkeys(live.lies_in(arguments[:constants]), "fixed")
         inputs, edges = arguments[constants:], self._plan.edges_into(stage.index)
         for edge, node, wanted in zip(edges, inputs, kernel.input_strides, strict=True):
-            owner = _owner((edge.value, False), live, node, wanted)
+            arrives = None if edge.source in self._beside else wanted
+            owner = _owner((edge.value, False), live, node, arrives)
             owners = dict.fromkeys(live.of[node], owner) | owners
         run = _workspace(live, owners)
         self.runs["F", stage.index] = self.runs["R", stage.index] = run
@@ -191,6 +199,7 @@ class GraphMemory(StageMemory):
         stage, kernel, first = self._stage.index, self._kernel, len(kept.lies_in)
         edges = [edge for edge in self._plan.edges_from(stage) if edge.gradient]
         parts = Counter(edge.value for edge in edges)
+        beside = {edge.value for edge in edges if edge.target in self._beside}
         names = outputs_of(self._plan.edges_from(stage))
         crossing = [] if letter == "W" else [names[index] for index in kernel.gradient_outputs]
         arguments, returned = _ends(module.graph)
@@ -205,7 +214,7 @@ class GraphMemory(StageMemory):
             freed = []
             strides = zip(crossing, gradients, kernel.gradient_strides, strict=False)
             for value, node, wanted in strides:
-                owner = _owner((value, True), live, node, wanted)
+                owner = _owner((value, True), live, node, None if value in beside else wanted)
                 if parts[value] > 1:  # their sum
                     owner = "made"
                 elif owner == "made":
@@ -234,8 +243,9 @@ class GraphMemory(StageMemory):
 def _owner(
     crossing: Crossing, live: Liveness, node: fx.Node, wanted: tuple[int, ...] | None
 ) -> _Owner:
-    """The owner of an argument that may come from another device: if it arrives in other strides
-    than the graph was traced with, a copy is made for the graph, and counts in place of it."""
+    """The owner of an argument. One that comes from another device, where ``wanted`` has its
+    strides, may arrive in others than these, with which the graph was traced: then a copy is made
+    for the graph, and counts in place of it."""
     value = node.meta.get("val")
     # unlike ``clone``, ``empty_like`` gives a fake tensor other strides than a real one
     if not isinstance(value, Tensor) or wanted is None or value.clone().stride() == wanted:

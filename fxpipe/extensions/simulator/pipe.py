@@ -229,7 +229,11 @@ def held_sizes(
                 parameters = _largest_share(parameters, options.replicas)
             optimizers[stage.index] = given.of(parameters)
     early = compiled.program.window if options.ranks else 0
-    sizes = plan_sizes(plan, state, optimizers, early=early, elsewhere=elsewhere)
+    schedule = compiled.schedule  # of a stage with copies, some micro-batches come from elsewhere
+    placement = () if any(schedule.working) else schedule.placement
+    sizes = plan_sizes(
+        plan, state, optimizers, early=early, elsewhere=elsewhere, placement=placement
+    )
     if own is not None or given is not None:
         return sizes
     adam = {s: size + 2 * sizes.gradients[s] for s, size in sizes.optimizer.items()}

@@ -128,6 +128,13 @@ def test_a_device_holds_what_is_predicted_while_each_instruction_runs(schedule: 
             assert abs(level - bytes_) <= 64, (device, print_instruction(x))  # a few scalars
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", *deep("dualpipe-v", "hanayo")])
+def test_what_comes_from_a_stage_of_the_same_device_needs_no_copy(schedule: str) -> None:
+    """The gradient of a skip is a part of a larger value; from another device it comes as it is."""
+    work = UNet(2, 8, depth=2), torch.randn(16, 3, 16, 16), torch.randn(16, 1, 16, 16), mse_loss
+    assert error(*trained(work, microbatches=8, schedule=schedule, optimizer=Adam)) < 0.001
+
+
 def test_recomputing_lowers_the_peak_as_predicted() -> None:
     torch.manual_seed(0)
     found = {
