@@ -113,7 +113,7 @@ def test_a_generator_is_as_short_as_its_figure(recipe: Recipe) -> None:
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_grid_in_a_docstring_is_right(name: str) -> None:
     devices, microbatches, takes, steps = DRAWN[name]
-    recipe = LIBRARY[name]
+    recipe = find_recipe(name)
     assert drawn_in(recipe) == grid(run_of(recipe(devices, microbatches), steps), takes)
 
 

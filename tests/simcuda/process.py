@@ -17,6 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -110,7 +111,8 @@ def _serve() -> None:
     # all that the first call of a pipe would import in each process
     for module in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
         if not module.name.endswith("__main__"):
-            import_module(module.name)
+            with suppress(ImportError):  # it needs an extension that was deleted
+                import_module(module.name)
     for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch.export._trace"):
         import_module(name)
     torch.set_num_threads(1)
