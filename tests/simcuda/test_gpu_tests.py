@@ -82,4 +82,5 @@ def assert_pass(file: Path, *options: str) -> None:
     assert not failed, "\n".join(failed.values())
     assert not races
     assert passed
-    assert set(skipped.values()) <= CANNOT
+    why = {why for why in skipped.values() if not why.startswith("needs the extension")}
+    assert why <= CANNOT

@@ -33,7 +33,8 @@ def test_a_schedule_is_shown(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")  # The output of a pipe is the same everywhere.
     status, out, err = run(capsys, *line.split())
-    assert (status, err) == (0, "")
+    assert err == ""
+    assert status == 0
     name = re.sub(r"[^\w.]+", "_", line.replace("schedule", "cli"))
     golden(f"{name}.txt", out)
 
