@@ -21,17 +21,19 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import nullcontext
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
 import torch
 
 import fxpipe
+from fxpipe import extend
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import KINDS
 from fxpipe.runtime import choice
@@ -43,6 +45,11 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 TESTS = Path(__file__).parent
 EXTENSIONS = TESTS.parent / "fxpipe" / "extensions"
+TARGETS = chain.from_iterable(each.values() for each in extend._REGISTRY.values())
+REGISTERED = {extend._package(t).rpartition(".")[2] for t in TARGETS if isinstance(t, str)}
+DELETED = {name for name in REGISTERED if not (EXTENSIONS / name).is_dir()}
+"""The extensions that the registry knows, and whose folders were deleted."""
+
 GOLDEN = TESTS / "golden"
 QUICK = (
     "extensions/comparison",
@@ -128,22 +135,30 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"QUICK in {__file__} names folders that are not there: {lost}")
 
 
-def lacks(text: str) -> str | None:
-    """The extension that a test lacks, by the text of its error: its folder was deleted."""
-    for name in re.findall(r"(?:fxpipe|tests)[./]extensions[./](\w+)", text):
-        if not (EXTENSIONS / name).exists() and not (EXTENSIONS / f"{name}.py").exists():
-            return f"needs the extension {name}"
-    return None
+def lacks(text: str, deleted: Collection[str] = DELETED) -> str | None:
+    """Why a test is skipped, by the text of its error: it needs an extension that was deleted."""
+    names = re.findall(r"(?:fxpipe|tests)[./]extensions[./](\w+)", text)
+    lost = next((name for name in names if name in deleted), None)
+    return lost and f"needs the extension {lost}"
+
+
+Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
+
+
+def skipped(report: Report, path: Path, text: str) -> Report:
+    """The report, which skips what has failed for want of a deleted extension."""
+    if report.failed and (reason := lacks(text)):
+        report.outcome, report.longrepr = "skipped", (str(path), 0, reason)
+    return report
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skip a file that needs an extension whose folder was deleted."""
     report = yield
-    if report.failed and (reason := lacks(str(report.longrepr))):
-        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
+    report = skipped(report, collector.path, str(report.longrepr))
+    if report.skipped:
         # pytest keeps what it could not import, so that others would import half of it
         name = ".".join(collector.path.relative_to(TESTS.parent).with_suffix("").parts)
         sys.modules.pop(name, None)
@@ -154,11 +169,8 @@ def pytest_make_collect_report(
 def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Skip a test that needs an extension whose folder was deleted."""
     report = yield
-    if report.failed and (reason := lacks(f"{report.longrepr}{report.capstderr}")):
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, reason)
-    return report
+    return skipped(report, item.path, f"{report.longrepr}{report.capstderr}")
 
 
 @cache

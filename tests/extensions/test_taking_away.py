@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import DELETED, REGISTERED, lacks
+
 ROOT = Path(__file__).parents[2]
 
 IN_FOLDERS = {
@@ -46,3 +48,15 @@ def test_without_one_extension_the_rest_works_and_loads_no_other() -> None:
 @pytest.mark.deep
 def test_a_folder_of_the_core_that_is_taken_away_is_missed() -> None:
     assert "No module named 'fxpipe.text" in errors_without("fxpipe.text")[0]
+
+
+def test_what_needs_a_deleted_extension_is_skipped_and_nothing_else() -> None:
+    assert {*IN_FOLDERS} | DELETED == REGISTERED
+    for text in (
+        "draw() needs the extension fxpipe.extensions.draw, which is not there",
+        "ModuleNotFoundError: No module named 'tests.extensions.draw'",
+        "No such file or directory: 'fxpipe/extensions/draw/plan.py'",
+    ):
+        assert lacks(text, {"draw"}) == "needs the extension draw"
+        assert lacks(text, {"search"}) is None
+    assert lacks("fxpipe.extensions.lost is not there") is None  # the registry does not know it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.fx.graph_module import _loader
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.compiler.placement import Placement
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.torchtools.state import without_collection
 
@@ -98,3 +100,28 @@ def test_tracebacks_have_the_lines_of_graphs_that_can_run() -> None:
         assert isinstance(kernel, GraphKernel)
         code: Any = type(kernel.forward_graph).forward.__code__
         assert "tanh" in "".join(linecache.getlines(code.co_filename))
+
+
+def test_what_is_made_to_be_measured_is_gone_before_the_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing collects while something is compiled, and graphs are cycles."""
+    measured: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    timed, costs = Placement._timed, Placement.node_costs
+
+    def remembered(self: Placement, facts: Any) -> Any:
+        measured.append(weakref.ref(facts["plan"].stages[0].graph))
+        return timed(self, facts)
+
+    def looked_at(self: Placement, facts: Any) -> Any:
+        found = costs(self, facts)
+        alive.extend(each() is not None for each in measured)
+        return found
+
+    monkeypatch.setattr(Placement, "_timed", remembered)
+    monkeypatch.setattr(Placement, "node_costs", looked_at)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.step(torch.ones(4, 3), target=torch.ones(4, 3))
+    assert alive == [False]
