@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.extend import find
 from fxpipe.extensions.model_check.fixed_draws import FixedDraws, pattern
+from fxpipe.extensions.model_check.gradients import Compare, compare_gradients
 from fxpipe.extensions.model_check.serial import run_serially
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
-from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import memory, taken_apart
@@ -83,8 +82,8 @@ def check(
         call: runs the model, and the loss if there is one; returns the output, and the loss or
             None. The caller restores the model's state.
         differentiated: whether gradients are compared as well.
-        apart: whether the device has memory for one stage only. Gradients of the model, and what it
-            saves for its backward, wait in the host's memory.
+        apart: whether the device has memory for one stage only. What the model saves for its
+            backward, and its gradients, wait in the host's memory.
 
     Raises:
         TraceError: the plan and the model differ; names the output or parameter.
@@ -93,7 +92,6 @@ def check(
     """
     narrow = _narrowest(traced, plan)
     cure = _CURE + ("" if differentiated else _WITHOUT_GRADIENTS)
-    parted = any(stage.input_grad is not None for stage in plan.stages)
     written = {write.target for stage in plan.stages for write in stage.writes}
     for norm in traced.deferred:
         written |= {norm.running_mean, norm.running_var, norm.tracked or norm.running_mean}
@@ -129,7 +127,7 @@ def check(
             if isinstance(out, Value) and isinstance(leaf, Tensor)
         }, loss
 
-    def run_both(compare: _Compare) -> dict[str, Tensor]:
+    def run_both(compare: Compare) -> dict[str, Tensor]:
         """Run the model and the plan, and let all that they compute be compared. Returns the
         model's outputs."""
         with draws():
@@ -140,44 +138,25 @@ def check(
                 difference = _difference(before[name], state[name], _allowed(None, state[name]))
                 if difference:
                     raise _refusal(_buffer(name), difference, cure)
-            seeds: dict[str, Tensor] = {}
-            of_model: dict[str, Tensor] = {}
+            of_plan = {**state, **before}
+            with torch.no_grad():
+                result = run_serially(plan, values, of_plan)
+            computed = {**values, **{a.name: state[a.target] for a in traced.parameters}}
+            computed |= result.values
+            for name, there in outputs.items():
+                compare(f"output {name!r}", computed[name], there)
+            roots = outputs
+            if loss is not None and traced.loss is not None:
+                compare("the loss", computed[traced.loss], loss)
+                roots = {traced.loss: loss}
+            writes: Mapping[str, Tensor] = result.written
+            if traced.deferred:
+                commit = find("option", "commit_moments", "deferred BatchNorm")
+                writes = commit(traced.deferred, before, writes)
+            for name, here in writes.items():
+                compare(_buffer(name), here, after[name])
             if differentiated:
-                seeds, of_model = _gradients(plan, state, traced.loss, outputs, loss, apart)
-            for halves in (True, False) if parted else (False,):
-                left = dict(of_model)
-                if not halves:  # the last run
-                    of_model.clear()
-                what = "the gradient of {!r}" + (" in halves" if halves else "")
-
-                def take(name: str, here: Tensor, what: str = what, left: Any = left) -> None:
-                    if name in left:
-                        compare(what.format(name), here, left.pop(name))
-
-                with torch.no_grad():
-                    result = run_serially(
-                        plan,
-                        values,
-                        {**state, **before},
-                        seeds,
-                        halves=halves,
-                        take=take,
-                        again=apart,
-                    )
-                for name, there in [*left.items()]:
-                    take(name, there.new_zeros(()).expand_as(there))
-        computed = {**values, **{a.name: state[a.target] for a in traced.parameters}}
-        computed |= result.values
-        for name, there in outputs.items():
-            compare(f"output {name!r}", computed[name], there)
-        if loss is not None and traced.loss is not None:
-            compare("the loss", computed[traced.loss], loss)
-        writes: Mapping[str, Tensor] = result.state
-        if traced.deferred:
-            commit = find("option", "commit_moments", "deferred BatchNorm")
-            writes = commit(traced.deferred, before, writes)
-        for name, here in writes.items():
-            compare(_buffer(name), here, after[name])
+                compare_gradients(plan, result.values, state, of_plan, roots, compare, apart=apart)
         return outputs
 
     first: dict[str, _Pair] = {}
@@ -189,8 +168,6 @@ def check(
     earlier = run_both(keep_unlike)
     if not first:
         return
-    # what differs ahead says more than the gradients, which differ then, too
-    first = dict(sorted(first.items(), key=lambda item: item[0].startswith("the gradient")))
     with draws():
         outputs, _ = run()
     if any(_difference(x, earlier[name], _allowed(narrow, x)) for name, x in outputs.items()):
@@ -222,9 +199,6 @@ def check(
     if found:
         raise _doubt(*found[0]) if close else _refusal(*found[0], cure)
 
-
-_Compare = Callable[[str, Tensor, Tensor], None]
-"""Gets what is compared, what the plan computes and what the model computes."""
 
 _Pair = tuple[Tensor, Tensor]
 """What the plan computes, and what the model computes."""
@@ -290,58 +264,6 @@ def _buffers(state: Mapping[str, Tensor], written: Collection[str]) -> dict[str,
         if not isinstance(state[name], nn.Parameter):
             names.setdefault(id(state[name]), name)
     return {name: state[name] for name in names.values()}
-
-
-def _gradients(
-    plan: Plan,
-    state: Mapping[str, Tensor],
-    loss_name: str | None,
-    outputs: Mapping[str, Tensor],
-    loss: Tensor | None,
-    apart: bool,
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run the model's own backward; return the gradients that it starts from, and those of the
-    parameters: in host memory if stages are ``apart``."""
-    roots: Mapping[str, Tensor] = outputs
-    if loss is not None and loss_name is not None:
-        roots = {loss_name: loss}
-    back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
-    started = {name: value for name, value in roots.items() if name in back}
-    # values that depend on inputs alone need no gradient in the model's run
-    reaching = [name for name, value in started.items() if loss is not None or value.requires_grad]
-    seeds = {name: pattern(value).to(value) + 0.5 for name, value in started.items()}
-    names = [[a.target for a in stage.parameters] for stage in plan.stages]
-    of_model: dict[str, Tensor] = {}
-    for group in names if apart else [[*chain(*names)]]:
-        trained = {n: state[n] for n in group if state[n].requires_grad and n not in of_model}
-        if not started or not trained:
-            continue
-        try:
-            # a thread of autograd's own would hold the gradients until its next backward
-            with torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(
-                    [started[name] for name in reaching],
-                    list(trained.values()),
-                    [seeds[name] for name in reaching],
-                    retain_graph=apart,
-                    allow_unused=True,
-                )
-        except RuntimeError as error:
-            line = str(error).splitlines()[0]
-            raise TraceError(
-                "the model's own backward fails without any pipeline "
-                f"({line}); mend the model first"
-            ) from error
-        for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise TraceError(
-                    f"the gradient of {name!r} is {gradient.layout}, which cannot be added up over "
-                    "micro-batches here; make it dense, as with nn.Embedding(..., sparse=False)"
-                )
-            there = torch.zeros_like(parameter) if gradient is None else gradient
-            of_model[name] = there.cpu() if apart else there
-        del gradients
-    return seeds, of_model
 
 
 def _refusal(what: str, difference: str, cure: str) -> TraceError:

@@ -16,8 +16,8 @@ from torch.nn import functional
 import fxpipe
 from fxpipe.errors import TraceError
 from fxpipe.extensions.model_check.check import check
-from fxpipe.extensions.model_check.serial import SerialResult, run_serially
-from fxpipe.ir.plan import Plan
+from fxpipe.extensions.model_check.serial import SerialBackward
+from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import BackwardResult
 from fxpipe.passes.differentiate.part_backward import part_backward
@@ -221,22 +221,24 @@ def test_a_gradient_that_is_wrong_for_all_weights_nearby_is_refused(
     wrong: int, refused: bool
 ) -> None:
     """One ReLU that turns over does so for some weights, and far beyond what others show."""
-    calls: list[SerialResult] = []
+    runs: list[SerialBackward] = []
 
-    def spoiled(*args: Any, take: Callable[[str, Tensor], None], **options: Any) -> SerialResult:
-        def spoil(name: str, gradient: Tensor) -> None:
-            take(name, gradient + (name == "layer.weight" and len(calls) < wrong))
+    class Spoiled(SerialBackward):
+        def run(self, stage: Stage) -> dict[str, Tensor]:
+            if self not in runs:
+                runs.append(self)
+            gradients = super().run(stage)
+            if "layer.weight" in gradients and len(runs) <= wrong:
+                gradients["layer.weight"] += 1
+            return gradients
 
-        calls.append(run_serially(*args, take=spoil, **options))
-        return calls[-1]
-
-    module = "fxpipe.extensions.model_check.check.run_serially"
+    module = "fxpipe.extensions.model_check.gradients.SerialBackward"
     with (
-        patch(module, spoiled),
+        patch(module, Spoiled),
         pytest.raises(TraceError, match=r"layer\.weight") if refused else nullcontext(),
     ):
         checked(Model(), torch.randn(3, 4))
-    assert len(calls) == 4
+    assert len(runs) == 4
 
 
 def test_a_small_gradient_is_no_noise() -> None:
@@ -362,33 +364,29 @@ def test_an_encoder_that_leaves_out_padding_is_refused_with_a_cure_that_works() 
     assert torch.equal(made, torch.cat(alone))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_the_check_keeps_no_gradients_of_a_stage_beside_those_of_the_next(schedule: str) -> None:
-    """Nor those of one run beside those of another."""
-    alive: list[weakref.ref[Tensor]] = []
-    most: list[int] = []
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_check_keeps_no_gradients_of_a_stage_beside_those_of_the_next(halves: bool) -> None:
+    """Neither of the model nor of the plan, nor those of halves beside those of a whole."""
+    of_model: list[weakref.ref[Tensor]] = []
+    of_plan: list[weakref.ref[Tensor]] = []
+    counts: list[tuple[int, int]] = []
 
-    def watched(*args: Any, take: Callable[[str, Tensor], None], **options: Any) -> SerialResult:
-        def count(name: str, gradient: Tensor) -> None:
-            alive.append(weakref.ref(gradient))
-            most.append(sum(made() is not None for made in alive))
-            take(name, gradient)
+    def alive(gradients: list[weakref.ref[Tensor]]) -> int:
+        return sum(gradient() is not None for gradient in gradients)
 
-        return run_serially(*args, take=count, **options)
+    class Watched(SerialBackward):
+        def run(self, stage: Stage) -> dict[str, Tensor]:
+            gradients = super().run(stage)
+            of_plan.extend(map(weakref.ref, gradients.values()))
+            counts.append((alive(of_model), alive(of_plan)))
+            return gradients
 
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
-    module = "fxpipe.extensions.model_check.check.run_serially"
-    with (
-        patch(module, watched),
-        fxpipe.compile(
-            model,
-            ["cpu"] * 3,
-            microbatches=4,
-            schedule=schedule,
-            partition=["2", "4"],
-            loss=nn.functional.mse_loss,
-        ) as pipe,
-    ):
-        pipe.prepare(torch.randn(8, 8), target=torch.randn(8, 8))
-    assert len(most) == (12 if schedule == "zb-h1" else 6)
-    assert max(most) == 2
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: of_model.append(weakref.ref(gradient)))
+    with patch("fxpipe.extensions.model_check.gradients.SerialBackward", Watched):
+        finish = part_backward if halves else lambda plan: plan
+        checked(model, torch.randn(3, 4), stages=3, finish=finish)
+    assert len(counts) == 3 * (1 + halves)
+    # a stage has two; with the last of them, the model's first of the next stage is there
+    assert all(model <= 3 and plan == 2 for model, plan in counts)

@@ -24,7 +24,8 @@ from fxpipe import random
 from fxpipe.errors import TraceError
 from fxpipe.extensions.model_check.check import CloseError, check
 from fxpipe.extensions.model_check.fixed_draws import FixedDraws
-from fxpipe.extensions.model_check.serial import SerialResult, run_serially
+from fxpipe.extensions.model_check.serial import SerialBackward, SerialResult, run_serially
+from fxpipe.ir.plan import Stage
 from tests.helpers.fronted import differentiated, front_end, in_stages, values_of
 from tests.helpers.profiles import DEEP, deep
 
@@ -195,10 +196,11 @@ def test_flags_are_compared_exactly() -> None:
 def off_by(part: float) -> Iterator[None]:
     """Let the check find all gradients off by a part of their values."""
 
-    def spoiled(*args: Any, take: Callable[[str, Tensor], None], **options: Any) -> SerialResult:
-        return run_serially(*args, take=lambda k, g: take(k, g * (1 + part)), **options)
+    class Spoiled(SerialBackward):
+        def run(self, stage: Stage) -> dict[str, Tensor]:
+            return {name: g * (1 + part) for name, g in super().run(stage).items()}
 
-    with patch("fxpipe.extensions.model_check.check.run_serially", spoiled):
+    with patch("fxpipe.extensions.model_check.gradients.SerialBackward", Spoiled):
         yield
 
 

@@ -56,9 +56,10 @@ def most_while_compiling(mesh: DeviceMesh, whole: int) -> tuple[int, int]:
 
 
 def test_compiling_a_model_with_data_takes_memory_for_gradients_on_the_first_rank_alone() -> None:
-    """The model's gradients, the compiled ones of a stage, and copies of a tensor or two."""
+    """The model's gradients of a stage, the compiled ones, and copies of a tensor or two."""
     (first, weights), *others = on_ranks(RANKS, most_while_compiling, options.WHOLE)
-    assert weights < first <= 1.5 * weights  # it compares the plan with the model
+    both = 2 * weights / RANKS
+    assert both < first <= both + 0.2 * weights  # it compares the plan with the model
     assert all(most <= 0.1 * weights for most, _ in others)
 
 
