@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.graph_module import _loader
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.compiler.front_end import FrontEnd
 from fxpipe.compiler.placement import Placement
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.torchtools.state import without_collection
@@ -100,6 +101,32 @@ def test_tracebacks_have_the_lines_of_graphs_that_can_run() -> None:
         assert isinstance(kernel, GraphKernel)
         code: Any = type(kernel.forward_graph).forward.__code__
         assert "tanh" in "".join(linecache.getlines(code.co_filename))
+
+
+def test_what_a_trace_has_dropped_is_gone_before_the_next_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[fx.Graph]] = []
+    dropped: list[int] = []
+    make, traced = fx.Graph.__init__, FrontEnd._traced
+
+    def remembered(self: fx.Graph, *args: Any, **options: Any) -> None:
+        made.append(weakref.ref(self))
+        make(self, *args, **options)
+
+    def looked_at(self: FrontEnd, *args: Any, **options: Any) -> Any:
+        found = traced(self, *args, **options)
+        alive = sum(graph() is not None for graph in made)
+        gc.collect()
+        dropped.append(alive - sum(graph() is not None for graph in made))
+        return found
+
+    monkeypatch.setattr(fx.Graph, "__init__", remembered)
+    monkeypatch.setattr(FrontEnd, "_traced", looked_at)
+    with fxpipe.compile(nn.Linear(3, 3), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        pipe.step(torch.ones(4, 3), target=torch.ones(4, 3))
+    assert len(made) > 2
+    assert dropped[0] == 0
 
 
 def test_what_is_made_to_be_measured_is_gone_before_the_cut(
