@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import gc
+import weakref
+from contextlib import nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -97,6 +99,25 @@ def test_an_error_of_the_plan_is_not_taken_for_one_of_the_model() -> None:
         pytest.raises(RuntimeError, match="a kernel fails"),
     ):
         pipe.step(torch.ones(2, 3), target=torch.ones(2, 3))
+
+
+def test_an_error_of_the_plan_keeps_nothing_alive() -> None:
+    """As where memory runs out: the steps that follow need it, and nothing collects before."""
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Fails(SerialBackward):
+        def run(self, stage: Stage) -> dict[str, Tensor]:
+            gradients = super().run(stage)
+            alive.extend(map(weakref.ref, gradients.values()))
+            raise RuntimeError(f"stage {stage.index} fails")
+
+    gc.disable()
+    try:
+        with patch(SERIAL_BACKWARD, Fails), suppress(RuntimeError):
+            checked(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), torch.randn(2, 3))
+        assert [gradient() for gradient in alive] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_lack_of_memory_in_the_models_backward_is_no_fault_of_the_model() -> None:
