@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fxpipe.compiler.compiled import Compiled, Kind
-from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.compiler import Compiler, NumbersError
+from fxpipe.compiler.often import Often
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
@@ -42,6 +43,7 @@ class Calls:
         self._group = options.group
         self._hooks = hooks
         self._filled: Compiled | None = None  # a call whose parameters and buffers have data
+        self._often = Often()
         self._compile_seconds = 0.0  # for which the last step compiled
         self._microbatches = options.microbatches or 4 * len(options.torch_devices)
         self._fixed = options.recipe.microbatches is not None
@@ -64,6 +66,7 @@ class Calls:
             compiled = self._compiler.known(micro, kind) if self._group.size == 1 else None
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
+            self._often.step(type(self._options.model).__name__, self._compiler.why)
             self._check_data(compiled)
             compiled, micro = self._compiler.weighed(compiled, micro)
             result = self._engine.step(compiled, micro, with_output=return_output)
@@ -177,6 +180,7 @@ class Calls:
         hint = "; what the loss compares with is given as step(..., target=...)" if asks else ""
         batch = Batch.of(options.model, args, kwargs, targets, options.batch_dims, hint)
         batch.check_devices("cpu", options.torch_devices[0].type)
+        batch = self._compiler.numbered(batch)
         count, size = self._microbatches, batch.size
         if self._group.replicas > 1:
             size = min(self._group.exchange("the samples of a batch", size))
@@ -199,7 +203,12 @@ class Calls:
             return known, micro
         with self._compiling():
             self._compiler.plans.proven |= self._engine.batches > 0
-            compiled = self._compiler.compile(micro, kind)
+            try:
+                compiled = self._compiler.compile(micro, kind)
+            except NumbersError:
+                batch = self._compiler.fixed(micro.batch)
+                micro = batch.in_parts(len(micro), micro.replica)
+                compiled = self._compiler.compile(micro, kind)
         allocator.give_back()
         return compiled, micro
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,13 +11,15 @@ from typing import Any
 from fxpipe.compiler import passes
 from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
+from fxpipe.compiler.guard import KEPT
 from fxpipe.compiler.objective import Weighing
+from fxpipe.compiler.often import CallKey, difference
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
-from fxpipe.errors import InputError
+from fxpipe.errors import InputError, TraceError
 from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -30,13 +32,17 @@ from fxpipe.passes.partition.work import StageLoad
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.trace import shapes_of
-from fxpipe.runtime.batch import MicroBatches
+from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.state import (
     without_collection,
     without_saved_tensor_hooks,
 )
+
+
+class NumbersError(Exception):
+    """A graph cannot take numbers of a call as inputs."""
 
 
 class Compiler:
@@ -47,7 +53,8 @@ class Compiler:
         choice: decides how many threads run the devices' instruction lists.
         timetable: makes the schedules.
         plans: makes the plans.
-        state: the state of the model when ``known`` was last called, see ``Guard.state``.
+        state: the state of the model when ``numbered`` was last called, see ``Guard.state``.
+        why: why the last call was compiled, or "" if it was not.
     """
 
     _fixed: tuple[bool | None, ...] = (None, True)
@@ -62,16 +69,31 @@ class Compiler:
         self._placement = Placement(options, self.timetable)
         self.plans = Plans(options, self._placement)
         self._guard = self.plans.front_end.guard
-        self._known: dict[Any, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
+        # the least recently used first
+        self._known: dict[CallKey, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
+        self._last: CallKey | None = None
+        self._reads = self.plans.front_end.reads
         self._programs: dict[Any, Program] = {}
         self._weighing: Weighing = option("weighing", Weighing)(options)
         self.state: tuple[Any, ...] = (None,)
+        self.why = ""
+
+    def numbered(self, batch: Batch) -> Batch:
+        """Look at the model's state, and at the numbers that graphs take as inputs: the same batch
+        with these. To be called first for each call."""
+        self.state = self._guard.state()
+        places = self._guard.numbers
+        return self._reads.numbered(batch, {name: at.get() for name, at in places.items()})
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """Return what an earlier call like this one was compiled to; None if there was none."""
-        entry = self._known.get(self._key(micro, kind))
+        key = self._key(micro, kind)
+        entry = self._known.pop(key, None)
+        self.why = ""
         if entry is None:
             return None
+        self._known[key] = entry
+        self._last = key
         compiled, plans = entry
         for traced, plan in plans:
             settle(self.options, traced, plan, compiled.schedule)
@@ -81,8 +103,12 @@ class Compiler:
         """Compile a call, using the results of earlier calls.
 
         Meanwhile nothing may change the model, and no other call may run: see ``fxpipe.locks``.
+
+        Raises:
+            NumbersError: the graph cannot take the batch's numbers as inputs, see ``fixed``.
         """
         name, size = type(self.options.model).__name__, micro.batch.size
+        last, first, made = self._last, self._key(micro, kind), self.plans.made
         with self._compiling(f"{name} for a {kind.purpose} of {size} samples"):
             compiled = self._compile(micro, kind)
             while kind.purpose == "step" and not self._placement.judged:
@@ -90,7 +116,27 @@ class Compiler:
                     break
                 self._forget()
                 compiled = self._compile(micro, kind)
+        self._last = self._key(micro, kind)
+        self._evict()
+        if self.plans.made > made:
+            self.why = difference(last, first, micro.batch.names, self._guard.changed)
         return compiled
+
+    def fixed(self, batch: Batch) -> Batch:
+        """Let the numbers of a batch that no graph takes as inputs be constants from now on: the
+        batch to compile instead."""
+        self._guard.fix(self._reads.fix(batch))
+        return self.numbered(batch.without_numbers())
+
+    def _evict(self) -> None:
+        """Forget all but the calls that were used last."""
+        if len(self._known) <= KEPT:
+            return
+        while len(self._known) > KEPT:
+            del self._known[next(iter(self._known))]
+        kept = {id(compiled.program) for compiled, _ in self._known.values()}
+        self._programs = {k: made for k, made in self._programs.items() if id(made) in kept}
+        self.plans.keep([made for _, plans in self._known.values() for made in plans])
 
     def decides(self, micro: MicroBatches) -> bool:
         """Whether a schedule has to be chosen for this batch."""
@@ -140,7 +186,7 @@ class Compiler:
                 )
                 for size in dict.fromkeys(sizes)
             }
-            plans = {size: self.plans.plan(call) for size, call in calls.items()}
+            plans = self._planned(calls, batch)
             traced, plan = plans[sizes[0]]
             if all(exchanged(*made) == exchanged(traced, plan) for made in plans.values()):
                 break
@@ -191,8 +237,24 @@ class Compiler:
             [plans[size][1].specs for size in sizes],
             self.options.group.call,
         )
+        self._reads.proven(batch)
+        self.state = self._guard.state()  # running the model may have changed it
         self._known[self._key(micro, kind)] = compiled, [*plans.values()]
         return compiled
+
+    def _planned(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, tuple[Traced, Plan]]:
+        """The graph and the plan of each size of micro-batch. Raises NumbersError on all ranks if
+        one of them finds that a graph cannot take the numbers of the batch."""
+        if not batch.numbers:
+            return {size: self.plans.plan(call) for size, call in calls.items()}
+        plans, error = {}, None
+        try:
+            plans = {size: self.plans.plan(call) for size, call in calls.items()}
+        except TraceError as raised:
+            error = raised
+        if any(self.options.group.exchange("numbers", error is not None)):
+            raise NumbersError(f"{', '.join(map(str, batch.numbers))}: {error}") from error
+        return plans
 
     def _kernels(self, plan: Plan, schedule: Schedule, program: Program) -> Sequence[Kernel]:
         kernels: Sequence[Kernel] = [s.kernel for s in plan.stages if s.kernel is not None]
@@ -200,15 +262,11 @@ class Compiler:
             kernels = wrap(kernels, plan, schedule, program)
         return kernels
 
-    def _key(self, micro: MicroBatches, kind: Kind) -> tuple[Any, ...]:
-        """Everything that the result of compiling a call depends on; how often Python state
-        has changed comes first."""
-        state = self._guard.state()
-        if state[0] != self.state[0]:
-            self._known.clear()
-        self.state = state
-        batch, wants = micro.batch, micro.batch.wants(kind.purpose)
-        return state, batch.key, batch.size, wants, len(micro), kind
+    def _key(self, micro: MicroBatches, kind: Kind) -> CallKey:
+        """Everything that the result of compiling a call depends on."""
+        batch = micro.batch
+        others = batch.wants(kind.purpose), len(micro), kind
+        return CallKey(self.state, self._reads.key(batch), batch.size, others)
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> tuple[Compiled, MicroBatches]:
         """See ``Weighing.weighed``; the same micro-batches if there is no loss."""

@@ -17,7 +17,9 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.guard import Guard
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims
+from fxpipe.compiler.reads import NUMBERS, Reads, StandIns
 from fxpipe.compiler.timetable import Purpose
+from fxpipe.compiler.unread import ReadError
 from fxpipe.errors import FxpipeError, TraceError
 from fxpipe.extend import find, option
 from fxpipe.ir.schedule import Schedule
@@ -139,19 +141,41 @@ class FrontEnd:
         made = (each.fallback(options) for each in options.extensions)
         self.fallback = next(filter(None, made), None) or Fallback(options.model)
         self.guard: Guard = option("guard", Guard)(options, self.fallback.called)
+        self.reads = Reads()
         self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, free: Dims = ()) -> Traced:
         """Trace the model, and for a step its loss, for micro-batches like this one: for any sizes
         of the ``free`` dimensions of inputs and targets, if it can be. Raises InputError or
         TraceError."""
+        places = [self.guard.numbers[name] for name in call.batch.others]
+        stand_ins = self.reads.stand_ins(call.batch, places)
+        if self.options.tracer is not None:
+            stand_ins.found(all_read=True)
+        while True:
+            try:
+                traced = self._trace(call, free, stand_ins)
+            except Exception as error:
+                if source.lacks_memory(error) or not stand_ins.found(error):
+                    raise
+            else:
+                if not stand_ins.found(all_read=traced.under_autograd):
+                    return traced
+                del traced
+
+    def _trace(self, call: Call, free: Dims, stand_ins: StandIns) -> Traced:
         options, loss, size = self.options, self.options.loss, call.size
         args, kwargs, targets = call.batch.unflatten(call.leaves)
-        inputs = call.batch.inputs
-        dims, target_dims = call.dims[:inputs], call.dims[inputs:]
+        inputs, count = call.batch.inputs, stand_ins.others
+        targets_end = len(call.leaves) - len(call.batch.others)
+        dims, target_dims = call.dims[:inputs], call.dims[inputs:targets_end]
         facts = {
             **vars(options),
             "guard": self.guard,
+            "objective": options.objective
+            if loss is None
+            else replace(options.objective, loss=stand_ins.loss(loss)),
+            "numbers": count,
             "args": args,
             "kwargs": kwargs,
             "targets": targets,
@@ -173,32 +197,46 @@ class FrontEnd:
             intra_op_threads(options.threads),
         ):
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
-            with put_back(leaves) as written:
+            with put_back(leaves) as written, stand_ins.inside(options.model):
                 output = run_all(passes.of(self.options, "try"), facts)["output"]
             if written:
                 raise TraceError(
                     f"the model writes into its input {written[0]!r}; let it work on a copy "
                     "(x = x.clone()), or out of place (nn.ReLU without inplace=True)"
                 )
-            traced = self._traced_model(args, kwargs, dims, free[:inputs])
+            with stand_ins.inside(options.model):
+                given, named, targets = stand_ins.arguments(call.leaves)
+                more = [()] * count
+                traced = self._traced_model(
+                    given, named, [*dims, *more], [*free[:inputs], *more] if free else (), stand_ins
+                )
+            if traced.under_autograd and stand_ins.numbers:
+                raise TraceError("a graph that calls modules takes no numbers")
             if free and any(out.dims is None for out in traced.outputs):
                 known = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if known is None else with_dims(traced, known)
             if call.with_loss and loss is not None:
                 flat, spec = pytree.tree_flatten(taken_apart(output))
-                module = LossModule(options.objective, loss, spec)
                 called = traced.under_autograd
+                objective = options.objective
+                module = LossModule(objective if called else stand_ins.loss(objective), loss, spec)
                 facts |= {"called_loss": called, "traced_loss": not called}
                 if called:
                     facts |= {"loss_module": module, "output": flat}
                 else:
-                    dims = [*_output_dims(traced, size), *target_dims]
-                    free_too = [*_free_outputs(traced), *free[inputs:]] if free else ()
+                    tensors = named.get(NUMBERS, ())
+                    dims = [*_output_dims(traced, size), *target_dims, *more]
+                    free_too = (
+                        [*_free_outputs(traced), *free[inputs:targets_end], *more] if free else ()
+                    )
+                    loss_args = (*flat, *targets, *tensors)
                     try:
-                        loss_graph = self._traced(module, (*flat, *targets), {}, dims, free_too)
+                        loss_graph = self._traced(module, loss_args, {}, dims, free_too)
                     except TraceError as error:
+                        if stand_ins.numbers or stand_ins.seen:
+                            raise
                         self.fallback.take_loss(error)
-                        return self.trace(call, free=free)
+                        return self._trace(call, free, stand_ins)
                     source.credit(loss_graph.graph, loss)
                     facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
             facts["traced"] = traced
@@ -218,15 +256,26 @@ class FrontEnd:
         return name in self.fallback.called or (tracer is not None and tracer.calls(module))
 
     def _traced_model(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, free: Dims
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dims: Dims,
+        free: Dims,
+        stand_ins: StandIns,
     ) -> Traced:
-        """The model's graph, of which the fallback may have parts called as they are."""
+        """The model's graph, of which the fallback may have parts called as they are: not for a
+        number, which can be a constant, nor for a value that stands for another."""
 
         def trace() -> Traced:
             with self.fallback.calls() as calls:
-                return self._traced(self.options.model, args, kwargs, dims, free, calls)
+                try:
+                    return self._traced(self.options.model, args, kwargs, dims, free, calls)
+                except TraceError as error:
+                    if stand_ins.seen:
+                        raise ReadError from error
+                    raise
 
-        traced = self.fallback.trace(trace)
+        traced = trace() if stand_ins.numbers else self.fallback.trace(trace)
         if traced.under_autograd:
             find("option", "fallback", "a graph that calls modules")
         return traced

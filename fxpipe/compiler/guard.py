@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from types import CodeType
@@ -12,22 +12,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fxpipe.compiler.number import Place
 from fxpipe.compiler.options import Options
 
 T = TypeVar("T")
+
+
+KEPT = 16
+"""The most calls of which results are kept: the ones used last."""
 
 
 class Present(NamedTuple):
     """A model as it is now.
 
     Attributes:
-        changes: how often its Python state has changed. Earlier graphs serve no more.
+        number: the number of its Python state. Graphs of other states do not serve.
         modules: its modules.
         parameters: its parameters.
         dense: its parameters that have strides.
     """
 
-    changes: int
+    number: int
     modules: Sequence[nn.Module]
     parameters: Sequence[Tensor]
     dense: Sequence[Tensor]
@@ -39,11 +44,19 @@ class Guard:
     This one looks at modes, parameters and autocast. Graphs keep the plain Python state that the
     model's code reads (numbers, flags, globals) as it was in the trace. The extension that has the
     option "guard" watches that, too.
+
+    Attributes:
+        numbers: the numbers that are no arguments of calls and of which graphs take the value at
+            each call: name → where it is.
+        changed: what Python state has changed last, or "".
     """
+
+    changed = ""
 
     def __init__(self, options: Options, called: Mapping[str, nn.Module]) -> None:
         """Watch nothing yet. Traces never look into ``called``, a mapping that may grow later."""
         self.options, self.called = options, called
+        self.numbers: dict[str, Place] = {}
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -59,12 +72,15 @@ class Guard:
         """Whether this code ran inside ``reading``, outside of the modules ``called``."""
         return False
 
+    def fix(self, names: Collection[str]) -> None:
+        """Let these ``numbers``, which graphs cannot take, be constants of graphs from now on."""
+
     def settle(self) -> None:
         """Let the present state count as unchanged, as the first run may set attributes."""
 
     def state(self) -> tuple[object, ...]:
-        """Everything that traces depend on besides the call; the number of changes comes first."""
-        changes, modules, parameters, dense = self.present()
+        """Everything that traces depend on besides the call; ``Present.number`` comes first."""
+        number, modules, parameters, dense = self.present()
         flags = tuple(map(attrgetter("training"), modules))
         trained = tuple([parameter.requires_grad for parameter in parameters])
         # ``.data`` may change these; strides and the number of entries together tell the shape
@@ -73,7 +89,7 @@ class Guard:
         dtypes = tuple([parameter.dtype for parameter in dense])
         device = self.options.places[0].type if self.options.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return changes, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
+        return number, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
 
     def present(self) -> Present:
         """The model as it is now."""

@@ -120,7 +120,7 @@ TRACE = (
 
 JOIN = (
     Pass(declare_own_loss, "traced", "traced", when="returned_loss"),
-    Pass(attach_loss, "traced, loss, tensors", "traced", when="traced_loss"),
+    Pass(attach_loss, "traced, loss, tensors, numbers", "traced", when="traced_loss"),
     Pass(seed_randomness, "traced", "traced"),
 )
 """The graphs of the model and its loss → the one graph that is cut."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +51,7 @@ class Plans:
         front_end: traces the model.
         graphs: the graphs that plans were made from.
         placement: assigns the nodes of graphs to stages.
+        made: how many graphs were traced or differentiated.
         proven: whether some graph of the model was found to be right, here or before a checkpoint
             that was loaded. From then on, what may yet be rounding is a warning, not an error.
     """
@@ -59,6 +60,7 @@ class Plans:
         self.options = options
         self.front_end = FrontEnd(options)
         self.graphs: dict[Any, Graph] = {}
+        self.made = 0
         self.proven = False
         check = option("check")
         self._compare: Compare | None = check and check(self)
@@ -77,13 +79,8 @@ class Plans:
         self._state: tuple[Any, ...] = ()
 
     def look(self) -> None:
-        """Look at the state that traces depend on besides the call; to be called before ``plan``.
-        If Python state has changed, all graphs are forgotten."""
-        before, self._state = self._state, self.front_end.guard.state()
-        if before[:1] != self._state[:1]:
-            self.forget()
-            for results in (self._traced, self._dims, self._first, self._rigid):
-                results.clear()
+        """Look at the state that traces depend on besides the call; call it before ``plan``."""
+        self._state = self.front_end.guard.state()
 
     def plan(self, call: Call) -> tuple[Traced, Plan]:
         """Make the graph of the model and its plan, whose stages are on their devices.
@@ -119,6 +116,25 @@ class Plans:
             self._checked,
         ):
             results.clear()
+
+    def keep(self, plans: Collection[tuple[Traced, Plan]]) -> None:
+        """Forget what none of these graphs and plans was made of."""
+        kept, traced = {id(plan) for _, plan in plans}, {id(graph) for graph, _ in plans}
+        self._placed_plans = {k: v for k, v in self._placed_plans.items() if id(v[1]) in kept}
+        of = {key[:-1] for key in self._placed_plans}
+        self._plans = {k: plan for k, plan in self._plans.items() if k in of}
+        self.graphs = {k: graph for k, graph in self.graphs.items() if id(graph.traced) in traced}
+        self._sizeless = {k: v for k, v in self._sizeless.items() if k[:2] in self.graphs}
+        self._checked = {each for each in self._checked if each[0] in traced}
+        self._traced = {
+            (key, shapes): made
+            for (key, shapes), made in self._traced.items()
+            if any(key == other and made.accepts(given) for other, given in self.graphs)
+        }
+        self._dims = {k: v for k, v in self._dims.items() if k in self.graphs}
+        kinds = {key[:-1] for key, _ in self.graphs}
+        self._first = {k: v for k, v in self._first.items() if k[0] in kinds}
+        self._rigid = {k: v for k, v in self._rigid.items() if k in kinds}
 
     def measure(self) -> None:
         """Measure the costs of stages if that was put off, with zeros, as the data of the call is
@@ -196,6 +212,7 @@ class Plans:
             "under_autograd": graph.traced.under_autograd,
             "bucket_bytes": options.bucket_bytes,
         }
+        self.made += 1
         with untouched(options.model), intra_op_threads(options.threads):
             plan: Plan = run_all(passes.of(self.options, "plan"), facts)["plan"]
         return plan
@@ -267,6 +284,7 @@ class Plans:
         if traced is None:
             traced = self._new_trace(call) if key[-1] is None else self.front_end.trace(call)
             self.front_end.guard.settle()
+            self.made += 1
             self._traced[key, shapes] = traced
         return traced
 
@@ -323,7 +341,7 @@ class Plans:
 
     def _kind(self, call: Call) -> tuple[Any, ...]:
         """Everything that a trace depends on but sizes."""
-        return *self._state, call.batch.like, call.with_loss
+        return *self._state, self.front_end.reads.like(call.batch), call.with_loss
 
     def _class(self, call: Call) -> tuple[Any, ...]:
         """The kind of a call, with its sizes of which each needs a graph."""

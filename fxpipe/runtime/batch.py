@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,12 +28,16 @@ class Batch:
     """The inputs and targets of one call, flattened.
 
     Attributes:
-        leaves: all tensors and other values in order: positional, keyword (by name), targets.
+        leaves: all tensors and other values in order: positional, keyword (by name), targets, then
+            the numbers that are in no argument.
         spec: how they nest: ``(args, kwargs, targets)``.
         dims: for each leaf the dimension that is split; None if each micro-batch gets it whole.
         size: the batch size: the size of that dimension in every tensor that is split.
-        inputs: how many of the leaves are inputs of the model; the rest are targets.
+        inputs: how many of the leaves are inputs of the model; targets follow.
         signature: the signature of the model's forward, which gives the leaves their names.
+        numbers: the leaves that are numbers, which the graph takes as inputs: index → the number;
+            the leaf itself is a tensor of type float64 without dimensions. See ``with_numbers``.
+        others: the names of those that are in no argument.
     """
 
     leaves: tuple[Any, ...]
@@ -42,6 +46,8 @@ class Batch:
     size: int
     inputs: int
     signature: inspect.Signature
+    numbers: Mapping[int, float] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -88,26 +94,57 @@ class Batch:
     @property
     def names(self) -> tuple[str, ...]:
         """The name of each leaf in messages: ``x``, ``mask['left']``, ``target[0]``."""
-        return tuple(name for _, name in self._named)
+        return (*(name for _, name in self._named), *self.others)
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """For each leaf the name of the argument that it belongs to."""
-        return tuple(argument for argument, _ in self._named)
+        return (*(argument for argument, _ in self._named), *self.others)
 
     @property
     def _named(self) -> Sequence[tuple[str, str]]:
         return _named(self.unflatten(self.leaves), self.signature)
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """Everything that a trace depends on besides the batch size."""
-        return *self.like, tuple(map(_sizes, self.leaves, self.dims))
+    def kind(self) -> tuple[Any, ...]:
+        """How the arguments nest, and the types of their leaves."""
+        leaves = enumerate(self.leaves[: self.spec.num_leaves])
+        return self.spec, self.inputs, tuple(type(self.numbers.get(i, leaf)) for i, leaf in leaves)
 
-    @property
-    def like(self) -> tuple[Any, ...]:
-        """Everything that a trace depends on besides all sizes."""
-        return self.spec, self.inputs, tuple(map(_leaf_key, self.leaves, self.dims))
+    def key(self, read: Collection[int]) -> tuple[Any, ...]:
+        """Everything that a trace depends on besides the batch size; see ``like``."""
+        return *self.like(read), tuple(map(_sizes, self.leaves, self.dims))
+
+    def like(self, read: Collection[int]) -> tuple[Any, ...]:
+        """Everything that a trace depends on besides all sizes.
+
+        Args:
+            read: which of the leaves that are no tensors some code reads.
+        """
+        leaves = tuple(
+            (type(leaf), repr(leaf) if index in read else None)
+            if not isinstance(leaf, Tensor)
+            else (dim, leaf.dtype, leaf.device, leaf.dim(), type(self.numbers.get(index)))
+            for index, (leaf, dim) in enumerate(zip(self.leaves, self.dims, strict=True))
+        )
+        return self.spec, self.inputs, self.others, leaves
+
+    def with_numbers(self, indices: Iterable[int], others: Mapping[str, float]) -> Batch:
+        """The same batch, with numbers as inputs of the graph: those leaves, and ``others``, which
+        the model or its loss reads elsewhere, by their names."""
+        numbers = {index: self.leaves[index] for index in indices}
+        leaves = [*self.leaves, *others.values()]
+        numbers |= dict(enumerate(others.values(), len(self.leaves)))
+        for index, number in numbers.items():
+            leaves[index] = torch.tensor(number, dtype=torch.float64)
+        dims = (*self.dims, *[None] * len(others))
+        return replace(self, leaves=tuple(leaves), dims=dims, numbers=numbers, others=tuple(others))
+
+    def without_numbers(self) -> Batch:
+        """The batch of which ``with_numbers`` made this one."""
+        count = self.spec.num_leaves
+        leaves = [self.numbers.get(i, leaf) for i, leaf in enumerate(self.leaves[:count])]
+        return replace(self, leaves=tuple(leaves), dims=self.dims[:count], numbers={}, others=())
 
     def wants(self, purpose: str) -> tuple[bool, ...]:
         """For each leaf: whether a call for this purpose returns a gradient for it.
@@ -176,8 +213,9 @@ class Batch:
         return MicroBatches(self, leaves, [size / self.size for size in sizes], replica)
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """``(args, kwargs, targets)`` of a micro-batch's leaves."""
-        args, kwargs, targets = pytree.tree_unflatten(list(leaves), self.spec)
+        """``(args, kwargs, targets)`` of a micro-batch's leaves; numbers as they were given."""
+        given = [self.numbers.get(i, x) for i, x in enumerate(leaves[: self.spec.num_leaves])]
+        args, kwargs, targets = pytree.tree_unflatten(given, self.spec)
         return args, kwargs, targets
 
 
@@ -223,12 +261,6 @@ def ordinary(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_inference() or torch.is_inference_mode_enabled():
         return leaf
     return leaf.clone()
-
-
-def _leaf_key(leaf: Any, dim: int | None) -> Any:
-    if not isinstance(leaf, Tensor):
-        return type(leaf), repr(leaf)
-    return dim, leaf.dtype, leaf.device, leaf.dim()
 
 
 def _sizes(leaf: Any, dim: int | None) -> tuple[int, ...]:

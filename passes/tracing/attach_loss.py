@@ -51,13 +51,17 @@ class LossModule(nn.Module):
         return self.loss(together(given[:count], self._output), *given[count:])
 
 
-def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) -> Traced:
+def attach_loss(
+    traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor], numbers: int
+) -> Traced:
     """One graph that computes the model's outputs and its loss.
 
     Args:
         traced: the model's graph.
         loss: the graph of its LossModule, traced on the model's outputs and the targets.
         tensors: the buffers of the LossModule, by name.
+        numbers: how many of the last inputs of both graphs are numbers, which are the same. They
+            come after the targets.
 
     Raises:
         TraceError: the loss writes a buffer.
@@ -80,7 +84,10 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
     copy_nodes(traced.graph.find_nodes(op="placeholder"), graph, copies)
     placeholders = loss.graph.find_nodes(op="placeholder")
     outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
-    passed = {a: b for a, b in zip(loss.inputs, outputs, strict=False) if a and b}
+    own, shared = _parted(traced.inputs, numbers)
+    theirs_own, theirs_shared = _parted(loss.inputs, numbers)
+    pairs = (*zip(theirs_own, outputs, strict=False), *zip(theirs_shared, shared, strict=True))
+    passed = {a: b for a, b in pairs if a and b}
     targets = {argument.name: argument.target for argument in loss.buffers}
     buffers: list[Argument] = []
     constants = dict(traced.constants)
@@ -104,20 +111,26 @@ def attach_loss(traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor]) 
     names = (*(write.value for write in traced.writes), *filter(None, outputs))
     graph.output((*(ours[name] for name in names), value))
     graph.lint()
-    added = (name and theirs[name].name for name in loss.inputs[len(outputs) :])
+    added = (name and theirs[name].name for name in theirs_own[len(outputs) :])
+    both = (b or (a and theirs[a].name) for a, b in zip(theirs_shared, shared, strict=True))
     return replace(
         traced,
         module=lazy_module(traced.module, graph),
         buffers=(*traced.buffers, *buffers),
         constants=constants,
-        inputs=(*traced.inputs, *added),
-        accepts=_both_accept(traced, loss),
+        inputs=(*own, *added, *both),
+        accepts=_both_accept(traced, loss, numbers),
         loss=value.name,
     )
 
 
+def _parted(values: Sequence[Any], last: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """All values but the last ones, and these."""
+    return values[: len(values) - last], values[len(values) - last :]
+
+
 def _both_accept(
-    traced: Traced, loss: Traced
+    traced: Traced, loss: Traced, numbers: int
 ) -> Callable[[Sequence[tuple[int, ...] | None]], bool]:
     """A test of whether shapes of inputs and targets are for a model's graph, and the outputs that
     it then computes for the loss."""
@@ -126,11 +139,13 @@ def _both_accept(
     outputs = [sizes(values[x.name]) if isinstance(x, Value) else None for x in traced.outputs]
 
     def accepts(shapes: Sequence[tuple[int, ...] | None]) -> bool:
-        given = shapes[: len(inputs)]
-        if not traced.accepts(given):
+        given, shared = _parted(shapes, numbers)
+        own = [*given[: len(inputs) - numbers], *shared]
+        if not traced.accepts(own):
             return False
-        made = evaluated(outputs, inputs, given)
-        return made is not None and loss.accepts([*made, *shapes[len(inputs) :]])
+        made = evaluated(outputs, inputs, own)
+        targets = given[len(inputs) - numbers :]
+        return made is not None and loss.accepts([*made, *targets, *shared])
 
     return accepts
 

@@ -149,7 +149,7 @@ class Remembering(FrontEnd):
         self.memory: dict[Any, Traced] = {}
 
     def trace(self, call: Call, *, free: Sequence[tuple[int, ...]] = ()) -> Traced:
-        key = call.batch.key, call.size, call.with_loss, bool(free)
+        key = self.reads.key(call.batch), call.size, call.with_loss, bool(free)
         if key not in self.memory:
             self.memory[key] = super().trace(call, free=free)
         return self.memory[key]

@@ -21,7 +21,9 @@ from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.guard import parameters_of
+from fxpipe.compiler.number import Place
 from fxpipe.compiler.options import Options
+from fxpipe.compiler.unread import is_number
 from fxpipe.torchtools.state import HOOKS, hooked
 
 LONG = 1000
@@ -39,6 +41,8 @@ _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe", "mpmath", "networkx", "sympy"))
 """Packages that are not entered."""
 _MISSING = object()
+_ANY = object()
+"""What any number is as good as."""
 
 
 @dataclass
@@ -64,15 +68,25 @@ class StateSnapshot:
 
     Attributes:
         values: expression, such as ``model.scale`` → its value.
+        places: expression of a number → where it is, if it can be replaced there.
         reads: what the code reads.
         modules: the model's modules.
         parameters: the model's parameters.
         dense: the parameters that have strides.
     """
 
-    def __init__(self, reads: CodeReads, options: Options, leaves: Iterable[str]) -> None:
-        """Take the snapshot of the model and its loss, without entering leaf modules."""
+    def __init__(
+        self,
+        reads: CodeReads,
+        options: Options,
+        leaves: Iterable[str],
+        free: Collection[str] = (),
+    ) -> None:
+        """Take the snapshot of the model and its loss, without entering leaf modules. The numbers
+        that the expressions ``free`` stand for may be any."""
         self.values: dict[str, Any] = {}
+        self.places: dict[str, Place] = {}
+        self._free = free
         self.modules = [*options.model.modules()]
         self.parameters, self.dense = parameters_of(options.model)
         # (a dictionary, its length or None if that does not matter, the items that matter)
@@ -90,8 +104,9 @@ class StateSnapshot:
         used: dict[int, tuple[dict[str, Any], None, list[tuple[str, Any]]]] = {}
         for (number, name), module in reads.variables.items():
             value = module.get(name, _MISSING)
-            used.setdefault(number, (module, None, []))[2].append((name, value))
-            self._at(f"{module.get('__name__')}.{name}", value)
+            path = f"{module.get('__name__')}.{name}"
+            seen = self._at(path, value, Place(module, name))
+            used.setdefault(number, (module, None, []))[2].append((name, seen))
         self._dicts += used.values()
         left = len(self.values) + MOST
         while self._rest:
@@ -118,37 +133,50 @@ class StateSnapshot:
             for new, value in zip(collection, copy, strict=True):
                 if new is not value and _differ(new, value):
                     return False
-        same = all(_content(cell) is value for cell, value in self._cells)
-        return same and not any(map(hooked, self.parameters))
+        for cell, value in self._cells:
+            new = _content(cell)
+            if new is not value and _differ(new, value):
+                return False
+        return not any(map(hooked, self.parameters))
 
-    def _at(self, path: str, value: Any) -> None:
-        """Note the value of an expression. Its content is visited later."""
+    def _at(self, path: str, value: Any, place: Place | None = None) -> Any:
+        """Note the value of an expression, and where it is. Its content is visited later. Returns
+        what ``holds`` compares with."""
         while path in self.values:
             path += "'"
+        if is_number(value) and place is not None:
+            self.places[path] = place
+            if path in self._free:
+                self.values[path] = _ANY
+                return _ANY
         if isinstance(value, _PLAIN):
             self.values[path] = type(value), value
-            return
+            return value
         first = self._first.setdefault(id(value), path)
         if first is path:  # else its content is noted under the first expression
             self._rest.append((path, value))
             self.values[path] = first, _kind(value)
         else:
             self.values[path] = first
+        return value
 
     def _into(self, path: str, value: Any) -> None:
         """Visit the content of a value."""
         if isinstance(value, _SEQUENCES):
             if len(value) <= LONG:
-                content = [*value]
+                written = isinstance(value, list)
+                content = [
+                    self._at(f"{path}[{index}]", item, Place(value, index) if written else None)
+                    for index, item in enumerate([*value])
+                ]
                 self._lists.append((value, content))
-                for index, item in enumerate(content):
-                    self._at(f"{path}[{index}]", item)
         elif _is_dict(value):
             if len(value) <= LONG:
-                items = [*value.items()]
+                items = []
+                for key, item in [*value.items()]:
+                    name = f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]"
+                    items.append((key, self._at(name, item, Place(value, key))))
                 self._dicts.append((value, len(value), items))
-                for key, item in items:
-                    self._at(f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]", item)
         elif isinstance(value, nn.Module):
             self._module(path, value)
         elif isinstance(value, FunctionType):
@@ -207,16 +235,18 @@ class StateSnapshot:
             self._at(f"{path}.__kwdefaults__", function.__kwdefaults__)
             names, cells = function.__code__.co_freevars, function.__closure__ or ()
             for name, cell in zip(names, cells, strict=True):
-                content = _content(cell)
-                self._cells.append((cell, content))
-                self._at(f"{path}.{name}", content)
+                seen = self._at(f"{path}.{name}", _content(cell), Place(cell, None))
+                self._cells.append((cell, seen))
 
     def _attributes(self, path: str, held: Mapping[str, Any], but: Collection[str] = ()) -> None:
         names = self.reads.names
-        items = [(n, v) for n, v in held.items() if n in names and n not in but]
+        own = isinstance(held, dict)  # that of a class cannot be written
+        items = [
+            (name, self._at(f"{path}.{name}", value, Place(held, name) if own else None))
+            for name, value in [*held.items()]
+            if name in names and name not in but
+        ]
         self._dicts.append((held, len(held), items))
-        for name, value in items:
-            self._at(f"{path}.{name}", value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +290,8 @@ def _form(tensor: Tensor | None) -> Any:
 
 def _differ(new: Any, old: Any) -> bool:
     """Whether two different objects are not equal plain values of one type."""
+    if old is _ANY:
+        return not is_number(new)
     return not (isinstance(old, _PLAIN) and type(new) is type(old) and new == old)
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dis import EXTENDED_ARG, opmap
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from torch import nn
 
-from fxpipe.compiler.guard import Guard, Present
+from fxpipe.compiler.guard import KEPT, Guard, Present
 from fxpipe.compiler.options import Options
 from fxpipe.extensions.python_state.changes import refuse_changes
 from fxpipe.extensions.python_state.snapshot import OUTSIDE, CodeReads, StateSnapshot, top
@@ -24,8 +25,7 @@ from fxpipe.log import LOGGER
 
 T = TypeVar("T")
 
-OFTEN = 8
-"""After so many changes there is a warning."""
+_LOAD_GLOBAL, _LOAD_NAME = opmap["LOAD_GLOBAL"], opmap["LOAD_NAME"]
 
 
 class StateGuard(Guard):
@@ -35,7 +35,10 @@ class StateGuard(Guard):
         super().__init__(options, leaves)
         self._reads = CodeReads()
         self._seen: StateSnapshot | None = None
-        self._changes = 0
+        # number of a state → its values; the one seen last comes last
+        self._states: dict[int, dict[str, Any]] = {}
+        self._number = 0
+        self._constants: set[str] = set()  # numbers that no graph can take
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -77,37 +80,65 @@ class StateGuard(Guard):
 
     def present(self) -> Present:
         old = self._seen
-        if old is None or not old.holds():
-            self._seen = self._snapshot(self._reads if old is None else old.reads)
-            if old is not None and self._seen.values != old.values:
-                self._changes += 1
-                report = LOGGER.warning if self._changes == OFTEN else LOGGER.info
-                report(
-                    "%s is traced anew, as %s has changed; a number that changes often belongs "
-                    "into a buffer that is written in place",
-                    type(self.options.model).__name__,
-                    _changed(old.values, self._seen.values),
-                )
+        if old is None:
+            self._see(self._snapshot(self._reads))
+        elif not old.holds():
+            seen = self._snapshot(old.reads)
+            if differ := _changed(old.values, seen.values):
+                self.changed = differ[0]
+                both = old.places.keys() & seen.places.keys() - self._constants
+                self.numbers |= {name: seen.places[name] for name in differ if name in both}
+                seen = self._snapshot(old.reads)
+            last = max(self._states)
+            self._see(seen)
+            if self._number > last:
+                kind = type(self.options.model).__name__
+                LOGGER.info("%s is traced anew, as %s has changed", kind, self.changed)
+        assert self._seen is not None
         seen = self._seen
-        assert seen is not None
-        return Present(self._changes, seen.modules, seen.parameters, seen.dense)
+        return Present(self._number, seen.modules, seen.parameters, seen.dense)
+
+    def fix(self, names: Collection[str]) -> None:
+        self._constants.update(names)
+        for name in names:
+            del self.numbers[name]
+        if names:
+            self._see(self._snapshot(self._reads))
 
     def settle(self) -> None:
         old = self._seen
         again = old is not None and old.reads is self._reads
         if old is not None and again and old.holds():
             return
-        self._seen = self._snapshot(self._reads)
-        if old is not None and again and self._seen.values != old.values:
+        seen = self._snapshot(self._reads)
+        self._see(seen, same=True)
+        if old is not None and again and (differ := _changed(old.values, seen.values)):
             LOGGER.warning(
                 "%s changes %s itself while it runs; in its graphs that stays as it was when they "
                 "were traced, so keep it in a buffer (register_buffer) that is written in place",
                 type(self.options.model).__name__,
-                _changed(old.values, self._seen.values),
+                differ[0],
             )
 
     def _snapshot(self, reads: CodeReads) -> StateSnapshot:
-        return StateSnapshot(reads, self.options, self.called)
+        return StateSnapshot(reads, self.options, self.called, self.numbers)
+
+    def _see(self, seen: StateSnapshot, *, same: bool = False) -> None:
+        """Compare with a snapshot from now on, which is of the ``same`` state as the last one, or
+        of another: one of the last, or a new one. Numbers may be elsewhere, or be no numbers now.
+        """
+        self._seen = seen
+        places = seen.places
+        self.numbers = {name: places[name] for name in self.numbers if name in places}
+        number = self._number
+        if not same:
+            known = (each for each, values in self._states.items() if values == seen.values)
+            number = next(known, max(self._states, default=0) + 1)
+        self._states.pop(number, None)
+        self._states[number] = seen.values
+        self._number = number
+        while len(self._states) > KEPT:
+            del self._states[next(iter(self._states))]
 
 
 def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> None:
@@ -119,13 +150,25 @@ def _read(code: CodeType, module: dict[str, Any], reads: CodeReads) -> None:
     reads.names.update(code.co_names)
     reads.names.update(_strings(code.co_consts))
     if package not in OUTSIDE and package != "None":
-        reads.variables.update({(id(module), n): module for n in code.co_names if n in module})
+        reads.variables.update({(id(module), n): module for n in globals_of(code) if n in module})
 
 
-def _changed(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """The first expression whose value differs from before."""
-    keys = (k for k in {**new, **old} if (k in old, old.get(k)) != (k in new, new.get(k)))
-    return next(keys, "something")
+def globals_of(code: CodeType) -> Iterator[str]:
+    """The names that a code object loads as globals. ``co_names`` has its attributes, too."""
+    wide = 0
+    for number, small in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument = wide | small
+        wide = argument << 8 if number == EXTENDED_ARG else 0
+        if number == _LOAD_GLOBAL:
+            yield code.co_names[argument >> 1]  # the lowest bit asks for a NULL before it
+        elif number == _LOAD_NAME:  # in the body of a class, and in code for exec
+            yield code.co_names[argument]
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """The expressions whose values differ from before."""
+    keys = {**new, **old}
+    return [k for k in keys if (k in old, old.get(k)) != (k in new, new.get(k))]
 
 
 def _strings(constants: Iterable[Any]) -> Iterator[str]:

@@ -1,0 +1,100 @@
+"""Warn, once, where steps compile again and again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fxpipe.log import LOGGER
+
+LAST = 10
+"""How many steps are looked at."""
+MOST = 2
+"""How many of them may compile: the first, and one for all that changes."""
+
+
+class CallKey(NamedTuple):
+    """Everything that the result of compiling a call depends on.
+
+    Attributes:
+        state: of the model, see ``Guard.state``; how often Python state has changed comes first.
+        batch: of its batch, see ``Reads.key``.
+        size: the samples in the batch.
+        others: what else is asked of the call.
+    """
+
+    state: tuple[Any, ...]
+    batch: tuple[Any, ...]
+    size: int
+    others: tuple[Any, ...]
+
+
+class Often:
+    """Counts the steps that compile."""
+
+    def __init__(self) -> None:
+        self._compiled: deque[bool] = deque(maxlen=LAST)
+        self._told = False
+
+    def step(self, model: str, why: str) -> None:
+        """Note a step, and why it compiled, or "" if it did not."""
+        self._compiled.append(bool(why))
+        if why and not self._told and sum(self._compiled) > MOST:
+            self._told = True
+            LOGGER.warning(
+                "%d of the last %d steps compiled %s, which takes many times as long as a step; "
+                "the last time %s",
+                sum(self._compiled),
+                len(self._compiled),
+                model,
+                why,
+            )
+
+
+def difference(old: CallKey | None, new: CallKey, names: Sequence[str], changed: str) -> str:
+    """What differs between two calls, and what to do about it.
+
+    Args:
+        old: the call before; None if there was none.
+        new: the call that compiles.
+        names: the names of the leaves of its batch.
+        changed: the Python state that has changed last.
+    """
+    if old is None:
+        return "it was the first"
+    if old.state[0] != new.state[0]:
+        return (
+            f"as {changed} had changed, which graphs hold as it was. If it is a number, keep it in "
+            "a buffer, self.register_buffer(name, torch.tensor(0.0)), and write it in place, "
+            "self.name.fill_(value)"
+        )
+    if old.state != new.state:
+        return (
+            "as the mode of a module, requires_grad, a type, or autocast had changed; change it "
+            "seldom, or train each state by a pipe of its own"
+        )
+    (*was, sizes), answered = old.batch
+    (*now, new_sizes), answers = new.batch
+    if was != now:
+        for index, (one, other) in enumerate(zip(was[-1], now[-1], strict=False)):
+            if one != other:
+                return (
+                    f"as {names[index]} was another; if it is a number, give it as a tensor, "
+                    f"torch.tensor(value), which the model computes with, and if nothing depends "
+                    "on it, leave it out of the batch"
+                )
+        return "as the batch had other entries; give each batch the same ones"
+    if sizes != new_sizes:
+        index = next(
+            i for i, pair in enumerate(zip(sizes, new_sizes, strict=True)) if pair[0] != pair[1]
+        )
+        return f"as {names[index]} had another shape; pad to a few shapes"
+    if old.size != new.size:
+        return (
+            f"as the batch had {new.size} samples, not {old.size}; leave out a smaller last one "
+            "(drop_last=True of the DataLoader), or keep to few sizes"
+        )
+    if answered != answers:
+        return "as a branch on a number went another way; use torch.where, or keep to few branches"
+    return "as it was for something else; call the pipe in one way"

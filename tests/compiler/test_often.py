@@ -1,0 +1,93 @@
+"""Where more than two of the last ten steps compiled, one warning says so, and why."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fxpipe
+from fxpipe.compiler.often import Often
+
+pytestmark = pytest.mark.traces
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.width = nn.Linear(4, 3), 1
+
+    def forward(self, x: Tensor, mode: Any = None) -> Tensor:
+        x = x.flatten(0, -2)[:, : self.width].sum(1, keepdim=True) + x.flatten(0, -2)
+        made: Tensor = self.layer(x)
+        return made * 2 if mode == "wide" else made
+
+
+def _width(model: Net, step: int) -> dict[str, Any]:
+    model.width = 1 + step % 4
+    return {}
+
+
+def _eval(model: Net, step: int) -> dict[str, Any]:
+    model.layer.train(step % 2 == 0)
+    model.layer.weight.requires_grad_(step % 3 == 0)
+    return {}
+
+
+CASES: dict[str, tuple[Callable[[Net, int], dict[str, Any]], str]] = {
+    "a size that the code reads": (_width, r"as model\.width had changed.*register_buffer"),
+    "a string that it reads": (lambda model, step: {"mode": f"{step}"}, "as mode was another"),
+    "modes": (_eval, "as the mode of a module, requires_grad"),
+}
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "of the last" in r.getMessage()]
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_steps_that_compile_again_and_again_are_warned_of_once(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, message = CASES[what]
+    model = Net()
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        for step in range(2):
+            pipe.step(x, target=y, **change(model, step))
+        assert not _warnings(caplog)
+        for step in range(2, 5):
+            pipe.step(x, target=y, **change(model, step))
+    (told,) = [r for r in caplog.records if "of the last" in r.getMessage()]
+    assert told.levelno == logging.WARNING
+    assert re.search(message, told.getMessage()), told.getMessage()
+
+
+def test_the_first_two_compilations_of_ten_steps_are_told_to_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    often = Often()
+    for step in range(100):
+        often.step("Net", "it was the first" if step % 10 < 2 else "")
+    assert not _warnings(caplog)
+    often.step("Net", "")
+    often.step("Net", "")
+    often.step("Net", "as x had another shape")
+    often.step("Net", "as x had another shape")
+    often.step("Net", "as x had another shape")
+    assert len(_warnings(caplog)) == 1
+
+
+def test_sizes_that_one_graph_serves_are_no_compilations(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with fxpipe.compile(nn.Linear(4, 3), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        for length in (3, 5, 7, 9):
+            pipe.step(torch.randn(4, length, 4), target=torch.randn(4, length, 3))
+    assert not _warnings(caplog)
