@@ -13,7 +13,7 @@ from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.guard import KEPT
 from fxpipe.compiler.objective import Weighing
-from fxpipe.compiler.often import CallKey, difference
+from fxpipe.compiler.often import CallKey, why_compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Plans
@@ -119,7 +119,7 @@ class Compiler:
         self._last = self._key(micro, kind)
         self._evict()
         if self.plans.made > made:
-            self.why = difference(last, first, micro.batch.names, self._guard.changed)
+            self.why = why_compiled(last, first, micro.batch.names, self._guard.changed)
         return compiled
 
     def fixed(self, batch: Batch) -> Batch:

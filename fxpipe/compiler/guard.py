@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fxpipe.compiler.number import Place
+from fxpipe.compiler.number import NumberPlace
 from fxpipe.compiler.options import Options
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Guard:
     def __init__(self, options: Options, called: Mapping[str, nn.Module]) -> None:
         """Watch nothing yet. Traces never look into ``called``, a mapping that may grow later."""
         self.options, self.called = options, called
-        self.numbers: dict[str, Place] = {}
+        self.numbers: dict[str, NumberPlace] = {}
 
     @contextmanager
     def reading(self) -> Iterator[None]:

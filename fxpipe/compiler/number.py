@@ -26,7 +26,7 @@ Question = Callable[[Values], bool]
 """A comparison of numbers, which a branch of the model's code has asked."""
 
 
-class Place(NamedTuple):
+class NumberPlace(NamedTuple):
     """Where a number is that is in no argument of a call: ``holder[key]``, or the only content of
     a closure's cell, whose key is None."""
 

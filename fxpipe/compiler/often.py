@@ -52,7 +52,7 @@ class Often:
             )
 
 
-def difference(old: CallKey | None, new: CallKey, names: Sequence[str], changed: str) -> str:
+def why_compiled(old: CallKey | None, new: CallKey, names: Sequence[str], changed: str) -> str:
     """What differs between two calls, and what to do about it.
 
     Args:

@@ -101,6 +101,7 @@ class Plans:
                 stage_devices = tuple(options.places[device] for device in placement)
                 facts = {"plan": plan, "device": options.here, "stage_devices": stage_devices}
                 plan = self._compiled(run_all(passes.of(self.options, "devices"), facts)["plan"])
+            key = *self._plan_key(call), placement  # as tracing may change it
             self._placed_plans[key] = traced, plan
         traced, plan = self._placed_plans[key]
         settle(options, traced, plan, call.schedule)
@@ -255,6 +256,7 @@ class Plans:
         assignment = self.placement.place(
             facts, call.schedule.microbatches, step=call.purpose == "step"
         )
+        key = *self._kind(call), key[-1]  # tracing may have found what that depends on
         graph = self.graphs[key, shapes] = self.relayed(call, traced, assignment)
         self._first.setdefault(self._class(call), key[-1])
         return graph
@@ -285,7 +287,7 @@ class Plans:
             traced = self._new_trace(call) if key[-1] is None else self.front_end.trace(call)
             self.front_end.guard.settle()
             self.made += 1
-            self._traced[key, shapes] = traced
+            self._traced[(*self._kind(call), key[-1]), shapes] = traced
         return traced
 
     def _new_trace(self, call: Call) -> Traced:

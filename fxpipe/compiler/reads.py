@@ -17,7 +17,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.compiler.number import Number, Place, Question, answers
+from fxpipe.compiler.number import Number, NumberPlace, Question, answers
 from fxpipe.compiler.unread import is_constant, is_number, may_be_unread, unread
 from fxpipe.runtime.batch import Batch
 
@@ -95,7 +95,7 @@ class Reads:
     def _asked_of(self, batch: Batch) -> dict[str, Question]:
         return self._asked.setdefault((batch.kind, *self._names(batch)), {})
 
-    def stand_ins(self, batch: Batch, places: Sequence[Place]) -> StandIns:
+    def stand_ins(self, batch: Batch, places: Sequence[NumberPlace]) -> StandIns:
         """For the trace of a micro-batch of this batch, whose other numbers are in ``places``."""
         read = self._read.setdefault(batch.kind, set())
         return StandIns(batch, read, self._asked_of(batch), places)
@@ -111,7 +111,7 @@ class StandIns:
         batch: Batch,
         read: set[int],
         asked: dict[str, Question],
-        places: Sequence[Place],
+        places: Sequence[NumberPlace],
     ) -> None:
         """Args:
         batch: the batch of the call.
@@ -164,10 +164,10 @@ class StandIns:
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """``Batch.unflatten`` for the trace of a micro-batch: numbers that are inputs are tensors,
-        and None is where values get in inside."""
+        and other values, which get in inside, are 0."""
         count, unknown = self._batch.spec.num_leaves, self._unknown
         given = [
-            None if index in unknown or is_constant(leaf) else leaf
+            0 if index in unknown or is_constant(leaf) else leaf
             for index, leaf in enumerate(leaves[:count])
         ]
         args, kwargs, targets = pytree.tree_unflatten(given, self._batch.spec)
@@ -226,15 +226,16 @@ class StandIns:
         leaves, spec = pytree.tree_flatten(given)
         unknown = set(self._unknown)
         for index, leaf in enumerate(leaves, first):
-            if index in batch.numbers and isinstance(leaf, Tensor):
-                leaves[index - first] = self._number(index, leaf)
+            if isinstance(leaf, Tensor):
+                if index in batch.numbers:
+                    leaves[index - first] = self._number(index, leaf)
             elif index in unknown:
                 made = unread(batch.leaves[index], partial(self._found.add, index))
                 leaves[index - first] = made
                 self._made.append((index, ref(made)))
                 del made
-            elif leaf is None:
-                leaves[index - first] = batch.leaves[index]
+            else:
+                leaves[index - first] = batch.numbers.get(index, batch.leaves[index])
         given = pytree.tree_unflatten(leaves, spec)
         del leaves
         before = [place.get() for place in self._places] if tensors else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -78,7 +78,7 @@ class Batch:
         ordered = {name: kwargs[name] for name in sorted(kwargs)}
         nested = (tuple(args), ordered, tuple(targets))
         leaves, spec = pytree.tree_flatten(nested)
-        if any(map(is_dataclass, leaves)):
+        if any(hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor) for leaf in leaves):
             leaves, spec = flatten(nested)
         leaves = [ordinary(leaf) for leaf in leaves]
         named = partial(_named, nested, signature)

@@ -8,7 +8,8 @@ objects are taken apart, and dataclasses are registered.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -126,27 +127,81 @@ def _objects(value: Any) -> Any:
     return pytree.tree_map(restored, value, is_leaf=lambda node: isinstance(node, TakenApart))
 
 
+class _Others(dict[str, Any]):
+    """Attributes of an object that are no part of it, in the context of its pytree."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self))
+
+
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value and its spec, as ``tree_flatten``, but also of dataclasses.
+    """Return the leaves of a value and its spec, as ``tree_flatten``, but also of dataclasses, and
+    of objects that are mappings, such as the batches of tokenizers.
 
     Raises:
-        InputError: a dataclass cannot be made from its fields.
+        InputError: a dataclass cannot be made from its fields, or another object holds tensors.
     """
     leaves, spec = pytree.tree_flatten(value)
-    instances = (x for x in leaves if dataclasses.is_dataclass(x) and not isinstance(x, type))
-    unregistered = {type(x): x for x in instances}
-    if not unregistered:
-        return leaves, spec
-    for kind, example in unregistered.items():
-        try:
-            torch.export.register_dataclass(kind)
-            pytree.tree_map(lambda x: x, example)
-        except (ValueError, TypeError) as error:
-            raise InputError(
-                f"{kind.__name__} is a dataclass that cannot be made from its fields "
-                f"({error}); give it all fields as arguments, or use a dict"
-            ) from error
-    return flatten(value)
+    unknown = {type(x): x for x in leaves if hasattr(x, "__dict__") and not isinstance(x, _WHOLE)}
+    registered = False
+    for kind, example in unknown.items():
+        if dataclasses.is_dataclass(kind):
+            _register_dataclass(kind, example)
+        elif isinstance(example, UserDict):
+            _register_mapping(kind)
+        else:
+            _refuse_tensors(example)
+            continue
+        registered = True
+    return flatten(value) if registered else (leaves, spec)
+
+
+def _register_dataclass(kind: type, example: Any) -> None:
+    try:
+        torch.export.register_dataclass(kind)
+        pytree.tree_map(lambda x: x, example)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{kind.__name__} is a dataclass that cannot be made from its fields "
+            f"({error}); give it all fields as arguments, or use a dict"
+        ) from error
+
+
+def _register_mapping(kind: type[UserDict[Any, Any]]) -> None:
+    """Let PyTorch know a class of mappings: their entries are parts, other attributes are not."""
+
+    def taken(mapping: UserDict[Any, Any]) -> tuple[list[Any], Any]:
+        others = {name: value for name, value in vars(mapping).items() if name != "data"}
+        return [*mapping.data.values()], (tuple(mapping.data), _Others(others))
+
+    def made(values: Iterable[Any], context: Any) -> UserDict[Any, Any]:
+        mapping = kind.__new__(kind)
+        vars(mapping).update(context[1], data=dict(zip(context[0], values, strict=True)))
+        return mapping
+
+    pytree.register_pytree_node(
+        kind,
+        taken,
+        made,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+        flatten_with_keys_fn=lambda mapping: (
+            [(pytree.MappingKey(name), value) for name, value in mapping.data.items()],
+            taken(mapping)[1],
+        ),
+    )
+
+
+def _refuse_tensors(value: Any) -> None:
+    """Raise InputError if an object holds tensors, of which each micro-batch would get all."""
+    parts = taken_apart(value)
+    if isinstance(parts, TakenApart):
+        kind, names = type(value).__name__, ", ".join(parts.tensors)
+        raise InputError(
+            f"the batch has a {kind}, which holds tensors ({names}) and cannot be split into "
+            "micro-batches; give these tensors as arguments, or in a dict or a dataclass, and let "
+            f"the model's forward make the {kind}; where it is a cache of keys and values, leave "
+            "it out (use_cache=False)"
+        )
 
 
 def bytes_of(value: Any) -> int:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.compiler.number import ConstantError, Number, Place, Question, answers
+from fxpipe.compiler.number import ConstantError, Number, NumberPlace, Question, answers
 
 FLOATS = st.floats(-100, 100, allow_nan=False).filter(lambda x: abs(x) > 1e-3)
 NUMBERS = st.one_of(st.integers(1, 50), FLOATS)
@@ -124,9 +124,9 @@ def test_a_place_is_read_and_written_where_it_is() -> None:
         return count
 
     held: list[Any] = [{"a": 1}, [1], *reads.__closure__]  # type: ignore[misc]
-    for place in (Place(held[0], "a"), Place(held[1], 0), Place(held[2], None)):
+    for place in (NumberPlace(held[0], "a"), NumberPlace(held[1], 0), NumberPlace(held[2], None)):
         assert place.get() == 1
         place.set(2)
         assert place.get() == 2
     assert (held[0], held[1], reads()) == ({"a": 2}, [2], 2)
-    assert Place({}, "a").get() is None
+    assert NumberPlace({}, "a").get() is None

@@ -102,8 +102,13 @@ class Symbols:
         return numbers
 
 
+FEW = 2
+"""So many sizes of a graph that leaves no size free but the batch's have plans of their own. A plan
+for any size takes as long to make as four."""
+
+
 def sized(
-    made: dict[Any, tuple[Symbols, Plan] | None],
+    made: dict[Any, tuple[Symbols, Plan] | int | None],
     key: Any,
     traced: Traced,
     call: Call,
@@ -111,26 +116,32 @@ def sized(
 ) -> Plan | None:
     """The plan for the sizes of a call, from a plan for any; None if there is none.
 
-    That takes four times as long to make as one for numbers, so it is made only for graphs with
-    more than the size of the batch free, such as a length.
+    There is one for graphs that leave more than the size of the batch free, such as a length, and
+    for others from the third size on.
 
     Args:
-        made: kind of call → its plan for any size, with the symbols for sizes, or None; gets more.
+        made: kind of call → its plan for any size, with the symbols for sizes; None if there can
+            be none; the number of sizes so far if there is none yet. Gets more.
         key: the kind of this call.
         traced: its graph.
         call: the call.
         differentiated: makes the plan of a call.
     """
-    pairs = zip(free_dims(traced), call.batch.dims, strict=False)
-    if not any(set(dims) - {batch} for dims, batch in pairs):
+    free = free_dims(traced)
+    if not any(free):
+        return None
+    known = made.get(key, 0)
+    alone = all(set(dims) <= {dim} for dims, dim in zip(free, call.batch.dims, strict=False))
+    if alone and isinstance(known, int) and known < FEW:
+        made[key] = known + 1
         return None
     try:
-        if key not in made:
+        if isinstance(known, int):
             made[key] = None
             symbols = Symbols(traced, call.leaves)
             with symbols_as_operands():
-                made[key] = symbols, differentiated(replace(call, leaves=symbols.leaves))
-        known = made[key]
+                plan = differentiated(replace(call, leaves=symbols.leaves))
+            known = made[key] = symbols, plan
         return known and put_sizes(known[1], known[0], call.leaves).verify()
     except Exception as error:  # symbols cannot do all that numbers can
         LOGGER.info("a plan is made for these sizes only: %s", told(error))

@@ -21,7 +21,7 @@ from torch.nn.modules import module as torchs
 from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.guard import parameters_of
-from fxpipe.compiler.number import Place
+from fxpipe.compiler.number import NumberPlace
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.unread import is_number
 from fxpipe.torchtools.state import HOOKS, hooked
@@ -85,7 +85,7 @@ class StateSnapshot:
         """Take the snapshot of the model and its loss, without entering leaf modules. The numbers
         that the expressions ``free`` stand for may be any."""
         self.values: dict[str, Any] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, NumberPlace] = {}
         self._free = free
         self.modules = [*options.model.modules()]
         self.parameters, self.dense = parameters_of(options.model)
@@ -105,7 +105,7 @@ class StateSnapshot:
         for (number, name), module in reads.variables.items():
             value = module.get(name, _MISSING)
             path = f"{module.get('__name__')}.{name}"
-            seen = self._at(path, value, Place(module, name))
+            seen = self._at(path, value, NumberPlace(module, name))
             used.setdefault(number, (module, None, []))[2].append((name, seen))
         self._dicts += used.values()
         left = len(self.values) + MOST
@@ -139,7 +139,7 @@ class StateSnapshot:
                 return False
         return not any(map(hooked, self.parameters))
 
-    def _at(self, path: str, value: Any, place: Place | None = None) -> Any:
+    def _at(self, path: str, value: Any, place: NumberPlace | None = None) -> Any:
         """Note the value of an expression, and where it is. Its content is visited later. Returns
         what ``holds`` compares with."""
         while path in self.values:
@@ -166,17 +166,19 @@ class StateSnapshot:
             if len(value) <= LONG:
                 written = isinstance(value, list)
                 content = [
-                    self._at(f"{path}[{index}]", item, Place(value, index) if written else None)
+                    self._at(
+                        f"{path}[{index}]", item, NumberPlace(value, index) if written else None
+                    )
                     for index, item in enumerate([*value])
                 ]
                 self._lists.append((value, content))
         elif _is_dict(value):
             if len(value) <= LONG:
-                items = []
+                entries = []
                 for key, item in [*value.items()]:
                     name = f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]"
-                    items.append((key, self._at(name, item, Place(value, key))))
-                self._dicts.append((value, len(value), items))
+                    entries.append((key, self._at(name, item, NumberPlace(value, key))))
+                self._dicts.append((value, len(value), entries))
         elif isinstance(value, nn.Module):
             self._module(path, value)
         elif isinstance(value, FunctionType):
@@ -235,14 +237,14 @@ class StateSnapshot:
             self._at(f"{path}.__kwdefaults__", function.__kwdefaults__)
             names, cells = function.__code__.co_freevars, function.__closure__ or ()
             for name, cell in zip(names, cells, strict=True):
-                seen = self._at(f"{path}.{name}", _content(cell), Place(cell, None))
+                seen = self._at(f"{path}.{name}", _content(cell), NumberPlace(cell, None))
                 self._cells.append((cell, seen))
 
     def _attributes(self, path: str, held: Mapping[str, Any], but: Collection[str] = ()) -> None:
         names = self.reads.names
         own = isinstance(held, dict)  # that of a class cannot be written
         items = [
-            (name, self._at(f"{path}.{name}", value, Place(held, name) if own else None))
+            (name, self._at(f"{path}.{name}", value, NumberPlace(held, name) if own else None))
             for name, value in [*held.items()]
             if name in names and name not in but
         ]
