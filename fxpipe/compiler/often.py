@@ -76,15 +76,15 @@ def why_compiled(old: CallKey | None, new: CallKey, names: Sequence[str], change
         )
     (*was, sizes), answered = old.batch
     (*now, new_sizes), answers = new.batch
-    if was != now:
-        for index, (one, other) in enumerate(zip(was[-1], now[-1], strict=False)):
-            if one != other:
-                return (
-                    f"as {names[index]} was another; if it is a number, give it as a tensor, "
-                    f"torch.tensor(value), which the model computes with, and if nothing depends "
-                    "on it, leave it out of the batch"
-                )
+    if was[:-1] != now[:-1]:
         return "as the batch had other entries; give each batch the same ones"
+    for name, one, other in zip(names, was[-1], now[-1], strict=True):
+        if one != other:
+            return (
+                f"as {name} was another; if it is a number, give it as a tensor, "
+                "torch.tensor(value), which the model computes with, and if nothing depends on "
+                "it, leave it out of the batch"
+            )
     if sizes != new_sizes:
         index = next(
             i for i, pair in enumerate(zip(sizes, new_sizes, strict=True)) if pair[0] != pair[1]
