@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter, signature
 from operator import itemgetter
@@ -26,79 +27,104 @@ NUMBERS = "fxpipe_numbers"
 in no other one."""
 
 
+KINDS = 64
+"""Of so many kinds of calls, the last ones, it is known what is read of them."""
+
+
+@dataclass
+class _Kind:
+    """What is known of a kind of call.
+
+    Attributes:
+        read: the leaves that some code reads; None before the first trace.
+        last: the numbers of the call before: leaf → number.
+        inputs: the leaves that are inputs as numbers.
+        constants: those that can be none.
+        proven: those that some graph has as inputs.
+        asked: the numbers that are inputs → what the code has asked of them.
+    """
+
+    read: set[int] | None = None
+    last: dict[int, float] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)
+    constants: set[int] = field(default_factory=set)
+    proven: set[int] = field(default_factory=set)
+    asked: dict[Any, dict[str, Question]] = field(default_factory=dict)
+
+
 class Reads:
     """For each kind of call (see ``Batch.kind``): which leaves are read, which of these numbers are
     inputs of graphs, and what the code has asked of them."""
 
     def __init__(self) -> None:
-        self._read: dict[Any, set[int]] = {}
-        self._last: dict[Any, dict[int, float]] = {}  # the numbers of the call before
-        self._inputs: dict[Any, set[int]] = {}
-        self._constants: dict[Any, set[int]] = {}  # numbers that can be no inputs
-        self._proven: set[Any] = set()  # numbers that some graph has as inputs
-        self._asked: dict[Any, dict[str, Question]] = {}
+        self._kinds: dict[Any, _Kind] = {}  # the one used last comes last
+        self._proven: set[str] = set()  # of the numbers in no argument
+
+    def _of(self, batch: Batch) -> _Kind:
+        key = batch.kind
+        kind = self._kinds[key] = self._kinds.pop(key) if key in self._kinds else _Kind()
+        while len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return kind
 
     def numbered(self, batch: Batch, others: Mapping[str, float]) -> Batch:
         """The same batch, with numbers as inputs: those that are in it and have changed once, and
         ``others``, which the code reads elsewhere."""
-        kind = batch.kind
-        inputs, last = self._inputs.setdefault(kind, set()), self._last.setdefault(kind, {})
         given = {index: leaf for index, leaf in enumerate(batch.leaves) if is_number(leaf)}
-        changed = {index for index, number in given.items() if last.get(index, number) != number}
-        inputs |= changed & self._read.get(kind, set()) - self._constants.get(kind, set())
-        last.update(given)
-        return batch.with_numbers(sorted(inputs), others) if inputs or others else batch
+        if not given and not others:
+            return batch
+        kind = self._of(batch)
+        changed = {index for index, number in given.items() if kind.last.get(index) != number}
+        kind.inputs |= changed & kind.last.keys() & (kind.read or set()) - kind.constants
+        kind.last |= given
+        inputs = sorted(kind.inputs)
+        return batch.with_numbers(inputs, others) if inputs or others else batch
 
     def key(self, batch: Batch) -> tuple[Any, ...]:
         """Everything that the graph of a call depends on besides the size of its batch."""
-        return batch.key(self._read_of(batch)), self._answers(batch)
+        kind = self._of(batch)
+        return batch.key(self._read(kind, batch)), self._answers(kind, batch)
 
     def like(self, batch: Batch) -> tuple[Any, ...]:
         """Everything that the graph of a call depends on besides sizes."""
-        return *batch.like(self._read_of(batch)), self._answers(batch)
+        kind = self._of(batch)
+        return *batch.like(self._read(kind, batch)), self._answers(kind, batch)
 
     def proven(self, batch: Batch) -> None:
         """Note that there is a graph with the numbers of a batch as inputs."""
-        self._proven.update(self._names(batch))
+        self._of(batch).proven.update(batch.numbers)
+        self._proven.update(batch.others)
 
     def fix(self, batch: Batch) -> Collection[str]:
         """Let numbers of a batch, which cannot all be inputs, be constants from now on: those that
         no graph has as inputs yet, or all if there are none. Returns the names of those that are in
         no argument."""
-        names = self._names(batch)
-        wrong = [name for name in names if name not in self._proven] or names
-        kind = batch.kind
-        indices = {
-            index
-            for index, name in zip(batch.numbers, names, strict=True)
-            if name in wrong and name not in batch.others
-        }
-        self._inputs[kind] -= indices
-        self._constants.setdefault(kind, set()).update(indices)
-        return [name for name in batch.others if name in wrong]
-
-    def _names(self, batch: Batch) -> Sequence[Any]:
-        count, kind = batch.spec.num_leaves, batch.kind
-        return [
-            (kind, index) if index < count else batch.others[index - count]
-            for index in batch.numbers
-        ]
-
-    def _read_of(self, batch: Batch) -> Collection[int]:
-        return self._read.get(batch.kind, range(len(batch.leaves)))
-
-    def _answers(self, batch: Batch) -> tuple[bool | None, ...]:
-        if not batch.numbers:
-            return ()
-        return answers(self._asked_of(batch), [*batch.numbers.values()])
-
-    def _asked_of(self, batch: Batch) -> dict[str, Question]:
-        return self._asked.setdefault((batch.kind, *self._names(batch)), {})
+        kind, count = self._of(batch), batch.spec.num_leaves
+        own = {index for index in batch.numbers if index < count}
+        leaves = own - kind.proven
+        others = [name for name in batch.others if name not in self._proven]
+        if not leaves and not others:
+            leaves, others = own, [*batch.others]
+        kind.inputs -= leaves
+        kind.constants |= leaves
+        return others
 
     def stand_ins(self, batch: Batch, places: Sequence[NumberPlace]) -> StandIns:
         """For the trace of a micro-batch of this batch, whose other numbers are in ``places``."""
-        read = self._read.setdefault(batch.kind, set())
-        return StandIns(batch, read, self._asked_of(batch), places)
+        kind = self._of(batch)
+        kind.read = set() if kind.read is None else kind.read
+        return StandIns(batch, kind.read, self._asked(kind, batch), places)
+
+    def _read(self, kind: _Kind, batch: Batch) -> Collection[int]:
+        return range(len(batch.leaves)) if kind.read is None else kind.read
+
+    def _asked(self, kind: _Kind, batch: Batch) -> dict[str, Question]:
+        return kind.asked.setdefault((*batch.numbers, *batch.others), {})
+
+    def _answers(self, kind: _Kind, batch: Batch) -> tuple[bool | None, ...]:
+        if not batch.numbers:
+            return ()
+        return answers(self._asked(kind, batch), [*batch.numbers.values()])
 
 
 class StandIns:
