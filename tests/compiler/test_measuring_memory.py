@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
@@ -12,48 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.compiler.placement import Placement
 from fxpipe.passes.partition.measure import OPERANDS
+from tests.helpers.held import Held
 
 ROWS = 64
 
 WIDTHS = range(200, 232, 2)
-
-
-class Held(TorchDispatchMode):
-    """Counts the memory of what operations make, as long as it lives.
-
-    Attributes:
-        most: the most bytes at once.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.most = 0
-        self._sizes: dict[int, int] = {}
-        self._alive = Counter[int]()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {x.data_ptr() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for made in pytree.tree_leaves(result):
-            if isinstance(made, Tensor) and made.data_ptr() not in given:
-                storage = made.untyped_storage()
-                self._sizes[storage.data_ptr()] = storage.nbytes()
-                self._alive[storage.data_ptr()] += 1
-                weakref.finalize(storage, self._drop, storage.data_ptr())
-        self.most = max(self.most, sum(self._sizes[x] for x in self._alive))
-        return result
-
-    def _drop(self, place: int) -> None:
-        self._alive[place] -= 1
-        self._alive += Counter[int]()
 
 
 @torch.library.custom_op("fxpipe_tests::large", mutates_args=())

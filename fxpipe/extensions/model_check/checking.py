@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
@@ -31,6 +33,8 @@ from fxpipe.torchtools.state import (
     under,
     untouched,
 )
+
+T = TypeVar("T")
 
 _CHECK = Pass(
     check,
@@ -84,6 +88,7 @@ class Checking:
             LOGGER.info("%swhich has %s, not all with data%s", left_out, size, cure)
         elif not options.whole:
             LOGGER.info("%swhich no rank's device holds as a whole%s", left_out, cure)
+        compared = True
         with untouched(model), intra_op_threads(options.threads):
             try:
                 with under(()):  # in graphs, casts are operations
@@ -92,20 +97,22 @@ class Checking:
                 if options.apart and source.lacks_memory(error):
                     why = f"for which {options.here} has no memory: {told(error)}"
                     LOGGER.info("%s%s%s", left_out, why, cure)
-                    return False
-                if not isinstance(error, TraceError):
+                    compared = False
+                    outputs.clear()
+                elif not isinstance(error, TraceError):
                     raise
-                if not (self._plans.proven and isinstance(error, CloseError)):
+                elif not (self._plans.proven and isinstance(error, CloseError)):
                     if given := [each for each in options.extensions if each.given]:
                         error.add_note(f"without extensions={given}?")
                     raise
-                if not self._doubted:
-                    LOGGER.warning("%s. Earlier graphs were right, so training goes on", error)
-                self._doubted = True
+                else:
+                    if not self._doubted:
+                        LOGGER.warning("%s. Earlier graphs were right, so training goes on", error)
+                    self._doubted = True
             if gradients:
-                with torch.enable_grad():
-                    self._find_hidden(call, outputs.pop() if outputs else run()[0])
-        return True
+                with torch.enable_grad(), under(casts):
+                    self._find_hidden(call, outputs.pop() if outputs else None)
+        return compared
 
     def _called(self, call: Call, with_loss: bool) -> tuple[Any, Tensor | None]:
         """Call the model itself on one micro-batch; returns its output, and its loss or None."""
@@ -120,14 +127,28 @@ class Checking:
             return output, own_loss(output)
 
     def _find_hidden(self, call: Call, output: Any) -> None:
-        """Raise TraceError if a backward from the model's ``output`` would give a gradient to a
-        tensor that is neither a parameter nor an input."""
+        """Raise TraceError if a backward from the model's ``output``, or from what another run
+        gives if that is None, would give a gradient to a tensor that is neither a parameter nor an
+        input."""
         args, kwargs, _ = call.batch.unflatten(call.leaves)
 
         def again() -> Any:
-            return taken_apart(self._called(call, False)[0])
+            return _without_activations(lambda: taken_apart(self._called(call, False)[0]))
 
-        _refuse_hidden(self._options.model, (args, kwargs), taken_apart(output), again)
+        output = again() if output is None else taken_apart(output)
+        _refuse_hidden(self._options.model, (args, kwargs), output, again)
+
+
+def _without_activations(run: Callable[[], T]) -> T:
+    """Run a model for its graph of autograd only, of which no activation is kept: on tensors
+    without data, or on real ones where the model's code asks for values."""
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return run()
+    except Exception:
+        LOGGER.debug("the model does not run without data", exc_info=True)
+    with saved_tensors_hooks(lambda _: None, lambda _: None):
+        return run()
 
 
 def _refuse_hidden(model: nn.Module, inputs: Any, output: Any, again: Callable[[], Any]) -> None:
