@@ -10,6 +10,9 @@ after:   a = add(x, y);  b = relu_(a);  return (b,)
 
 That saves memory, and the time of first touching new memory. Only values that the graph computes
 are written over, never its arguments, and none that a result, a view or a later operation needs.
+What is written keeps its strides, while a new result gets strides of its own: a tensor of shape
+(N, C, 1, 1) may have those of either memory format, which later kernels look at. So such a tensor
+is written over only where PyTorch does the same.
 
 ``accumulate`` adds every gradient of a parameter to its sum over micro-batches at once.
 
@@ -32,7 +35,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from fxpipe.kernels.graph import onto
-from fxpipe.passes.graph.aliasing import may_alias, same_layout
+from fxpipe.passes.graph.aliasing import IN_PLACE, fits_both_formats, may_alias, same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import is_part
 
@@ -100,7 +103,9 @@ def created(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name:
     return node
 
 
-def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphModule:
+def runnable(
+    graph: fx.Graph, name: str, inputs: int | None = None, *, backward: bool = True
+) -> fx.GraphModule:
     """A module that takes the graph's inputs in one list, and empties that list.
 
     The graph must be functional; it is changed and becomes the module's. For a backward, ``inputs``
@@ -109,7 +114,7 @@ def runnable(graph: fx.Graph, name: str, inputs: int | None = None) -> fx.GraphM
     """
     graph.set_codegen(_Boxed())
     _transpose_once(graph)
-    reuse(graph)
+    reuse(graph, backward)
     if inputs is not None:
         accumulate(graph, inputs)
     return lazy_module(torch.nn.Module(), graph, name)
@@ -190,7 +195,7 @@ class _Boxed(fx.graph.CodeGen):
         return "\n".join(lines)
 
 
-def reuse(graph: fx.Graph) -> int:
+def reuse(graph: fx.Graph, backward: bool = False) -> int:
     """Let operations write over operands where that changes no result; return how many do."""
     order = {node: place for place, node in enumerate(graph.nodes)}
     # found before any change, after which an operation looks like a view of its operand
@@ -205,11 +210,23 @@ def reuse(graph: fx.Graph) -> int:
             others = [owner[other] for other in node.all_input_nodes if other is not operand]
             dies = death.get(operand) == order[node] and operand not in others
             if dies and operand in fresh and same_layout(operand, node):
+                if fits_both_formats(node) and not _is_in_place(node, operand, backward):
+                    continue
                 if _write_over(node, operand):
                     changed += 1
                     break
     graph.lint()
     return changed
+
+
+def _is_in_place(node: fx.Node, operand: fx.Node, backward: bool) -> bool:
+    """Whether PyTorch writes the operation's result over the operand: where the model says so, or
+    autograd adds up gradients of a value in the memory of the first."""
+    if not node.args or node.args[0] is not operand:
+        return False
+    if backward:
+        return node.target is torch.ops.aten.add.Tensor
+    return bool(node.meta.get("custom", {}).get(IN_PLACE))
 
 
 def _is_elementwise(node: fx.Node) -> bool:

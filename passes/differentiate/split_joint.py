@@ -81,7 +81,8 @@ def split_joint(
     for node, parameter in zip(computed[inputs:], trained, strict=True):
         node.meta[STRIDES_OF_SUM] = strides_of_sum(node.meta["val"], parameter)
     nodes = [node for node in graph.nodes if node in early and node not in given]
-    forward = runnable(extract(given, nodes, [*outputs, *saved]), f"Stage{index}Forward")
+    graph = extract(given, nodes, [*outputs, *saved])
+    forward = runnable(graph, f"Stage{index}Forward", backward=False)
     if not computed:
         return forward, None, None
     backward = extract([*saved, *gradients], late, computed)

@@ -17,6 +17,9 @@ from fxpipe.torchtools.pytrees import memory
 _UNDECLARED = ("_reshape_alias", "_unsafe_view", "unsafe_split", "unsafe_split_with_sizes")
 """Operations whose results are views, though their schemas do not say so."""
 
+IN_PLACE = "fxpipe.in_place"
+"""Key of a node's ``custom`` metadata: the model writes its result over the first operand."""
+
 aten = torch.ops.aten
 
 _COPIES = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default)
@@ -82,6 +85,27 @@ def same_layout(node: fx.Node, other: fx.Node) -> bool:
         and (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
         and a.stride() == b.stride()
     )
+
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def fits_both_formats(node: fx.Node) -> bool:
+    """Whether a node's tensor is contiguous in both memory formats, because of dimensions of size
+    1. Kernels choose the strides of these, and a trace does not know which they choose."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() not in _FORMATS or 1 not in value.shape:
+        return False
+    both = torch.contiguous_format, _FORMATS[value.dim()]
+    return all(value.is_contiguous(memory_format=each) for each in both)
+
+
+def mark_in_place(module: fx.GraphModule) -> None:
+    """Note which operations write over their first operand, see ``IN_PLACE``."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                node.meta["custom"] = {**node.meta.get("custom", {}), IN_PLACE: True}
 
 
 def returns_operand(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from fxpipe.errors import TraceError
 from fxpipe.extend import option
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import AUTOCAST, Literal, Traced, Value
-from fxpipe.passes.graph.aliasing import same_layout
+from fxpipe.passes.graph.aliasing import mark_in_place, same_layout
 from fxpipe.passes.graph.exported import detach_without_grad, functional, refuse_in_place
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.tracing.explain import at_node, untraceable
@@ -77,6 +77,7 @@ def _functional(
 ) -> Traced:
     detach_without_grad(program.graph_module)
     refuse_in_place(program.graph_module)
+    mark_in_place(program.graph_module)
     first_name = _first_names(program)
     samples = _samples(program, dims)
     casts = autocasts()

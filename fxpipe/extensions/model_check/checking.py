@@ -147,7 +147,8 @@ def _without_activations(run: Callable[[], T]) -> T:
             return run()
     except Exception:
         LOGGER.debug("the model does not run without data", exc_info=True)
-    with saved_tensors_hooks(lambda _: None, lambda _: None):
+    nothing: Callable[[Any], Any] = lambda _: None  # noqa: E731
+    with saved_tensors_hooks(nothing, nothing):
         return run()
 
 

@@ -152,3 +152,56 @@ def test_models_whose_values_lie_in_other_orders_equal_the_loop(name: str, stage
         with torch.no_grad():
             expected = torch.cat([alone(part) for part in x.tensor_split(2)])
             torch.testing.assert_close(pipe(x), expected)
+
+
+class Bottleneck(nn.Module):
+    """A residual block of ResNet, with images, or volumes, of a single pixel."""
+
+    def __init__(self, dims: int, in_place: bool, projected: bool) -> None:
+        super().__init__()
+        conv = nn.Conv2d if dims == 2 else nn.Conv3d
+        norm = nn.BatchNorm2d if dims == 2 else nn.BatchNorm3d
+        self.convs = nn.ModuleList([conv(16, 8, 1), conv(8, 8, 3, padding=1), conv(8, 16, 1)])
+        self.norms = nn.ModuleList([norm(8), norm(8), norm(16)])
+        self.act = nn.ReLU(in_place)
+        self.project = conv(16, 16, 1) if projected else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for conv, norm in zip(self.convs[:2], self.norms[:2], strict=True):
+            y = self.act(norm(conv(y)))
+        made: Tensor = self.act(self.norms[2](self.convs[2](y)) + self.project(x))
+        return made
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize(
+    ("dims", "in_place", "projected", "half"),
+    some(
+        [
+            (2, False, True, False),
+            (2, True, False, True),
+            (3, True, True, False),
+            (3, False, False, True),
+            (2, False, False, False),
+            (2, True, True, True),
+        ],
+        2,
+    ),
+)
+def test_single_pixels_in_channels_last_equal_the_loop_to_the_bit(
+    dims: int, in_place: bool, projected: bool, half: bool, stages: int
+) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d, nn.Conv3d][dims - 2](3, 16, 4), nn.ReLU(in_place)
+    blocks = [Bottleneck(dims, in_place, projected) for _ in range(3)]
+    order = torch.channels_last if dims == 2 else torch.channels_last_3d
+    model = nn.Sequential(*layers, *blocks, nn.Flatten(), nn.Linear(16, 3)).to(memory_format=order)
+    alone = copy.deepcopy(model)
+    x = torch.randn(8, 3, *[4] * dims).contiguous(memory_format=order)
+    y = torch.randn(8, 3)
+    cast = torch.autocast("cpu", torch.bfloat16, half)
+    with fxpipe.compile(model, stages, microbatches=2, loss=mse_loss) as pipe, cast:
+        pipe.step(x, target=y)
+        loop.train(alone, 2, x, loss=mse_loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
