@@ -1,4 +1,4 @@
-"""Time lowering and verifying of schedules, and compare torch.distributed.pipelining's lowering.
+"""Time lowering, streams and verifying of schedules, and compare torch.distributed.pipelining.
 
 Everything runs on one thread. Times are CPU times, which other processes hardly change.
 
@@ -28,6 +28,7 @@ import fxpipe
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report
 from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import find_recipe
@@ -62,6 +63,7 @@ class Ours(NamedTuple):
     made: float
     lowered: float
     verified: float
+    streams: float
     instructions: int
 
 
@@ -87,12 +89,14 @@ def lower(schedule: Schedule, plan: Plan) -> Program:
 
 
 def ours(name: str, devices: int, microbatches: int, rounds: int) -> Ours:
-    """Medians of making the schedule, of all passes, and of verifying schedule and program."""
+    """Medians of making the schedule, of all passes, of verifying schedule and program, and of
+    making streams."""
     runs = [once(name, devices, microbatches) for _ in range(rounds)]
     return Ours(
         median(run.made for run in runs),
         median(run.lowered for run in runs),
         median(run.verified for run in runs),
+        median(run.streams for run in runs),
         runs[0].instructions,
     )
 
@@ -103,7 +107,8 @@ def once(name: str, devices: int, microbatches: int) -> Ours:
     plan = chain(schedule.stages)
     program, lowered = timed(lambda: lower(schedule, plan))
     _, verified = timed(lambda: (schedule.verify(), program.verify()))
-    return Ours(made, lowered, verified, sum(map(len, program.lists)))
+    _, streams = timed(lambda: Streams()(program))
+    return Ours(made, lowered, verified, streams, sum(map(len, program.lists)))
 
 
 def theirs(name: str, devices: int, microbatches: int) -> tuple[float, int]:
@@ -158,6 +163,7 @@ def beside(rounds: int) -> list[Figure]:
                 Figure(f"{what}: made", own.made, "s"),
                 Figure(f"{what}: lowered", own.lowered, "s"),
                 Figure(f"{what}: verified", own.verified, "s"),
+                Figure(f"{what}: given streams", own.streams, "s"),
                 Figure(f"{what}: instructions", own.instructions),
                 Figure(f"{what}: torch.distributed.pipelining, made and lowered", peer, "s"),
                 Figure(f"{what}: torch.distributed.pipelining, actions", actions),
@@ -176,8 +182,10 @@ def growth(rounds: int) -> list[Figure]:
     return [
         Figure(f"exponent of lowering, {span}", exponent(sizes, [r.lowered for r in runs])),
         Figure(f"exponent of verifying, {span}", exponent(sizes, [r.verified for r in runs])),
+        Figure(f"exponent of giving streams, {span}", exponent(sizes, [r.streams for r in runs])),
         Figure(f"{sizes[-1]} instructions: lowered", runs[-1].lowered, "s"),
         Figure(f"{sizes[-1]} instructions: verified", runs[-1].verified, "s"),
+        Figure(f"{sizes[-1]} instructions: given streams", runs[-1].streams, "s"),
         Figure(f"{sizes[-1]} instructions: simulated", simulated, "s"),
         Figure("memory an instruction, all together, at its peak", memory(1024), "bytes"),
     ]

@@ -15,6 +15,7 @@ from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.runner import comes_after
+from fxpipe.torchtools.state import without_collection
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Streams:
     ahead: int = 1
     name: ClassVar[str] = "streams"
 
+    @without_collection()
     def __call__(self, program: Program) -> Program:
         """Place the instructions of a whole program.
 
@@ -70,9 +72,9 @@ class Streams:
         comes_after(program, "streams", "free")
         if self.ahead < 0:
             raise InputError(f"ahead is {self.ahead}; give at least 0")
-        moved = replace(program, lists=free_late(program, launch_order(program, self.ahead)))
-        launches = _Events(moved).launches()
-        return replace(moved, launches=launches, passes=(*program.passes, self.name))
+        lists = free_late(program, launch_order(program, self.ahead))
+        launches = _Events(program, lists).launches()
+        return replace(program, lists=lists, launches=launches, passes=(*program.passes, self.name))
 
 
 class _Spot(NamedTuple):
@@ -83,40 +85,51 @@ class _Spot(NamedTuple):
     batch: int
 
 
+_Value = tuple[str, str, int, int, int]
+"""A buffer without its batch, which is its last field."""
+
+
 class _Events:
-    """Finds what each instruction must wait for, and numbers the events.
+    """Finds what each instruction of these lists must wait for, and numbers the events."""
 
-    Values are keyed without their batch, which is the last field of a buffer.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._streams = [[_stream(program, x) for x in list_] for list_ in program.lists]
-        self._made: dict[tuple[int, object], _Spot] = {}
-        self._used: defaultdict[tuple[int, object], list[_Spot]] = defaultdict(list)
-        for device, list_ in enumerate(program.lists):
+    def __init__(self, program: Program, lists: Sequence[Sequence[ins.Instruction]]) -> None:
+        self._program, self._lists = program, lists
+        self._streams = [[_stream(program, x) for x in list_] for list_ in lists]
+        # what each instruction uses, which takes long to ask for
+        self._uses = [[x.uses(program) for x in list_] for list_ in lists]
+        self._made: list[dict[_Value, _Spot]] = [{} for _ in lists]
+        self._used: list[defaultdict[_Value, list[_Spot]]] = [defaultdict(list) for _ in lists]
+        for device, list_ in enumerate(lists):
+            made, used = self._made[device], self._used[device]
             for at, x in enumerate(list_):
                 for buffer in x.makes(program):
-                    self._made[device, buffer[:5]] = _Spot(device, at, buffer.batch)
-                for buffer in x.uses(program):
-                    self._used[device, buffer[:5]].append(_Spot(device, at, buffer.batch))
+                    made[buffer[:5]] = _Spot(device, at, buffer.batch)
+                for buffer in self._uses[device][at]:
+                    used[buffer[:5]].append(_Spot(device, at, buffer.batch))
                 if isinstance(x, ins.Receive):
-                    origin = program.origin(x), x.buffer[:5]
-                    self._used[origin].append(_Spot(device, at, x.buffer.batch))
+                    spot = _Spot(device, at, x.buffer.batch)
+                    self._used[program.origin(x)][x.buffer[:5]].append(spot)
 
     def launches(self) -> tuple[tuple[Launch, ...], ...]:
         """Device → the launch of each of its instructions."""
-        waits = [list(self._waits(device)) for device in range(self._program.devices)]
-        awaited = sorted({spot[:2] for list_ in waits for spots in list_ for spot in spots})
-        numbers = {place: number for number, place in enumerate(awaited)}
+        waits = [list(self._waits(device)) for device in range(len(self._lists))]
+        awaited = sorted({(s.device, s.position) for w in waits for spots in w for s in spots})
+        numbers: list[dict[int, int]] = [{} for _ in self._lists]  # position → number
+        for number, (device, at) in enumerate(awaited):
+            numbers[device][at] = number
+
+        def events(spots: list[_Spot]) -> tuple[Event, ...]:
+            found = [Event(numbers[spot.device][spot.position], spot.batch) for spot in spots]
+            return tuple(sorted(found))
+
         return tuple(
             tuple(
                 Launch(
-                    self._streams[device][at],
-                    tuple(sorted(Event(numbers[spot[:2]], spot.batch) for spot in spots)),
-                    Event(numbers[device, at]) if (device, at) in numbers else None,
+                    stream,
+                    events(spots) if spots else (),
+                    Event(numbers[device][at]) if at in numbers[device] else None,
                 )
-                for at, spots in enumerate(list_)
+                for at, (stream, spots) in enumerate(zip(self._streams[device], list_, strict=True))
             )
             for device, list_ in enumerate(waits)
         )
@@ -128,15 +141,16 @@ class _Events:
         """
         seen: dict[tuple[str, int, str], int] = {}
         memory = self._window_before(device)
-        for at in range(len(self._program.lists[device])):
-            stream, waits = self._streams[device][at], []
-            latest_first = sorted(
-                self._needs(device, at, memory), key=lambda s: (-s.batch, -s.position, s.device)
-            )
-            for spot in latest_first:
-                key = stream, spot.device, self._streams[spot.device][spot.position]
-                if key[1:] == (device, stream):
+        for at, stream in enumerate(self._streams[device]):
+            waits = []
+            needs = self._needs(device, at, memory)
+            if len(needs) > 1:
+                needs.sort(key=lambda s: (-s.batch, -s.position, s.device))
+            for spot in needs:
+                source = self._streams[spot.device][spot.position]
+                if source == stream and spot.device == device:
                     continue
+                key = stream, spot.device, source
                 if spot.batch or spot.position > seen.get(key, -1):
                     waits.append(spot)
                 if not spot.batch:
@@ -145,22 +159,27 @@ class _Events:
                 memory = _Spot(device, at, 0)
             yield waits
 
-    def _needs(self, device: int, at: int, memory: _Spot | None) -> set[_Spot]:
+    def _needs(self, device: int, at: int, memory: _Spot | None) -> list[_Spot]:
         """The instructions that one comes after, each with the step in which it runs. ``memory`` is
         the last one launched on the compute stream."""
-        program, x = self._program, self._program.lists[device][at]
-        needs: set[_Spot | None] = set()
-        for buffer in x.uses(program):
-            needs.add(_before(self._made.get((device, buffer[:5])), buffer))
-        if x.takes and self._streams[device][at] != COMPUTE:
+        x, made = self._lists[device][at], self._made[device]
+        needs: set[_Spot] = set()
+        for buffer in self._uses[device][at]:
+            if (spot := made.get(buffer[:5])) is not None:
+                needs.add(_before(spot, buffer))
+        if memory is not None and x.takes and self._streams[device][at] != COMPUTE:
             needs.add(memory)
         if isinstance(x, ins.Receive):
-            needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))
-        for buffer in x.ends(program):
-            place = device, buffer[:5]
-            for spot in (self._made.get(place), *self._used[place]):
+            sent = self._made[self._program.origin(x)]
+            if (spot := sent.get(x.buffer[:5])) is not None:
+                needs.add(_before(spot, x.buffer))
+        for buffer in x.ends(self._program):
+            value = buffer[:5]
+            if (spot := made.get(value)) is not None:
                 needs.add(_before(spot, buffer))
-        return {spot for spot in needs if spot is not None and spot[:2] != (device, at)}
+            for spot in self._used[device].get(value, ()):
+                needs.add(_before(spot, buffer))
+        return [spot for spot in needs if spot.position != at or spot.device != device]
 
     def _window_before(self, device: int) -> _Spot | None:
         """The last computation of the window before this one, if windows overlap."""
@@ -168,9 +187,11 @@ class _Events:
         return _Spot(device, computed[-1], -1) if self._program.depth and computed else None
 
 
-def _before(spot: _Spot | None, buffer: Buffer) -> _Spot | None:
+def _before(spot: _Spot, buffer: Buffer) -> _Spot:
     """The same spot with the step in which it touches a buffer's batch."""
-    return spot and spot._replace(batch=buffer.batch - spot.batch)
+    if not spot.batch and not buffer.batch:
+        return spot
+    return spot._replace(batch=buffer.batch - spot.batch)
 
 
 def _stream(program: Program, instruction: ins.Instruction) -> str:
@@ -203,23 +224,24 @@ class _Use(NamedTuple):
     batch: int
 
 
-def _uses(program: Program, order: Sequence[Sequence[Ordered]]) -> dict[object, _Use]:
+def _uses(program: Program, order: Sequence[Sequence[Ordered]]) -> dict[_Value, _Use]:
     """Value → its use on the device that receives it, in the window in which it arrives."""
-    uses: dict[object, _Use] = {}
+    uses: dict[_Value, _Use] = {}
     for list_ in order:
         unused: set[Buffer] = set()
-        for rank, start, x in list_:
+        for rank, start, x, used in list_:
             if isinstance(x, ins.Receive):
                 uses[x.buffer[:5]] = _Use(program.origin(x), rank, start, x.buffer.batch)
                 unused.add(x.buffer)
-            for buffer in unused.intersection(x.uses(program)):
-                unused.discard(buffer)
-                uses[buffer[:5]] = uses[buffer[:5]]._replace(rank=rank, start=start)
+            for buffer in used:
+                if buffer in unused:
+                    unused.discard(buffer)
+                    uses[buffer[:5]] = uses[buffer[:5]]._replace(rank=rank, start=start)
     return uses
 
 
 def _moved(
-    device: int, order: Sequence[Ordered], uses: dict[object, _Use]
+    device: int, order: Sequence[Ordered], uses: dict[_Value, _Use]
 ) -> tuple[ins.Instruction, ...]:
     list_ = [launched.instruction for launched in order]
     stops = [at for at, x in enumerate(list_) if not isinstance(x, ins.Move)]

@@ -25,11 +25,13 @@ class Ordered(NamedTuple):
         rank: its index in the order over all devices.
         start: when it starts if each instruction takes its kind's usual time and copies take none.
         instruction: the instruction.
+        uses: the buffers that it uses.
     """
 
     rank: int
     start: float
     instruction: ins.Instruction
+    uses: tuple[Buffer, ...]
 
 
 def source_of(program: Program, arrival: ins.Arrival) -> int:
@@ -123,6 +125,8 @@ class _Walk:
         }
         self._sent: dict[Buffer, float] = {}
         self._waiting: dict[Buffer, int] = {}
+        # since when a device waits for a value; one that has come meanwhile is not in ``_waiting``
+        self._stuck: list[tuple[float, int, Buffer]] = []
         self._gathered: set[int] = set()
         self._ready = [(0.0, device) for device in range(program.devices)]
         self._launched: list[list[Ordered]] = [[] for _ in program.lists]
@@ -133,21 +137,20 @@ class _Walk:
         while self._ready or self._put_off():
             _, device = heapq.heappop(self._ready)
             instruction = self._devices[device].head()
-            if instruction is not None and self._launch(device, instruction):
-                heapq.heappush(self._ready, (self._devices[device].now, device))
+            while instruction is not None and self._launch(device, instruction):
+                _, device = heapq.heappushpop(self._ready, (self._devices[device].now, device))
+                instruction = self._devices[device].head()
         return self._launched
 
     def _put_off(self) -> bool:
         """Put off an arrival that a device is stuck at; return False when all devices are done."""
-        left = [(device.now, d) for d, device in enumerate(self._devices) if device.head()]
-        for now, d in sorted(left):
-            waited = self._devices[d].head()
-            if self._devices[d].put_off(self._program):
-                assert isinstance(waited, ins.Receive)
-                del self._waiting[waited.buffer]
+        while self._stuck:
+            now, d, waited = heapq.heappop(self._stuck)
+            if self._waiting.get(waited) == d and self._devices[d].put_off(self._program):
+                del self._waiting[waited]
                 heapq.heappush(self._ready, (now, d))
                 return True
-        if left:
+        if any(device.head() for device in self._devices):
             raise InputError(
                 f"program {self._program.name!r} gets stuck; Program.verify() tells where"
             )
@@ -158,6 +161,7 @@ class _Walk:
         match instruction:
             case ins.Receive(buffer) if buffer in self._unsent:
                 self._waiting[buffer] = d
+                heapq.heappush(self._stuck, (self._devices[d].now, d, buffer))
                 return False
             case ins.Barrier() | ins.Pause():
                 self._gathered.add(d)
@@ -180,11 +184,11 @@ class _Walk:
 
     def _pass(self, d: int, instruction: ins.Instruction) -> None:
         device = self._devices[d]
-        start = device.now
+        start, uses = device.now, instruction.uses(self._program)
         if not isinstance(instruction, ins.Move):
-            sent = [self._sent.get(buffer, 0.0) for buffer in instruction.uses(self._program)]
-            start = max([start, *sent])
-        self._launched[d].append(Ordered(self._rank, start, instruction))
+            for buffer in uses:
+                start = max(start, self._sent.get(buffer, 0.0))
+        self._launched[d].append(Ordered(self._rank, start, instruction, uses))
         self._rank += 1
         device.queue.popleft()
         device.now = start + usual_cost(instruction.letter)

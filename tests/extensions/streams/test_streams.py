@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -229,3 +232,37 @@ def test_timing_knows_what_a_stall_is() -> None:
 def test_streams_and_events_read_as_in_their_golden_text(golden: Golden) -> None:
     program = free(communicate(Lower(chain(2))(one_f_one_b(2, 2))))
     golden("program_1f1b_streams_2x2.txt", str(Streams()(program)))
+
+
+def calls_an_instruction(program: Program) -> float:
+    """How many functions the pass calls for each instruction."""
+    count = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        Streams()(program)
+    finally:
+        sys.setprofile(before)
+    return count / sum(map(len, program.lists))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+def test_streams_take_as_long_for_an_instruction_of_many(name: str) -> None:
+    few = calls_an_instruction(plain(name, 2, 8))
+    assert calls_an_instruction(plain(name, 16, 8)) < 1.25 * few
+    assert calls_an_instruction(plain(name, 2, 64)) < 1.25 * few
+
+
+def test_streams_are_made_without_collecting_garbage() -> None:
+    program, collections = plain("1f1b", 4, 64), []
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        Streams()(program)
+    finally:
+        gc.callbacks.pop()
+    assert not collections

@@ -196,7 +196,8 @@ def test_single_pixels_in_channels_last_equal_the_loop_to_the_bit(
     layers = [nn.Conv2d, nn.Conv3d][dims - 2](3, 16, 4), nn.ReLU(in_place)
     blocks = [Bottleneck(dims, in_place, projected) for _ in range(3)]
     order = torch.channels_last if dims == 2 else torch.channels_last_3d
-    model = nn.Sequential(*layers, *blocks, nn.Flatten(), nn.Linear(16, 3)).to(memory_format=order)
+    model = nn.Sequential(*layers, *blocks, nn.Flatten(), nn.Linear(16, 3))
+    model.to(memory_format=order)  # type: ignore[call-overload]
     alone = copy.deepcopy(model)
     x = torch.randn(8, 3, *[4] * dims).contiguous(memory_format=order)
     y = torch.randn(8, 3)
