@@ -218,6 +218,15 @@ def memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+BLOCK = 512
+"""The bytes of which devices with memory of their own hand out multiples, as CUDA's allocator."""
+
+
 def size_in_bytes(tensor: Tensor) -> int:
     """The bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def in_blocks(size: int, block: int) -> int:
+    """The least multiple of ``block`` that is not below ``size``."""
+    return -(-size // block) * block

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.torchtools.pytrees import BLOCK, in_blocks
+
 
 class Counting(TorchDispatchMode):
     """Counts the bytes of the results of operations, by storage, until they are freed.
@@ -33,8 +35,9 @@ class Counting(TorchDispatchMode):
         that it has once met in a mode."""
         return True
 
-    def __init__(self, *, meta: bool = False) -> None:
-        """``meta`` tells whether tensors on the meta device count, as if they had data."""
+    def __init__(self, *, meta: int = 0) -> None:
+        """``meta`` tells whether tensors on the meta device count, as if they had data, and of how
+        many bytes their memory is a multiple: 0 if they do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._meta = meta
         self.alive = 0
@@ -67,7 +70,8 @@ class Counting(TorchDispatchMode):
 
     def _adopt(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key = storage._cdata
-        size = storage.nbytes() if counted else 0
+        block = {"cpu": 1, "meta": self._meta}.get(storage.device.type, BLOCK)
+        size = in_blocks(storage.nbytes(), block) if counted else 0
 
         def forget(_: object) -> None:
             with self._lock:

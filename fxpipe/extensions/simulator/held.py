@@ -18,7 +18,7 @@ from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Sizes, Stora
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel, is_compiled
-from fxpipe.torchtools.pytrees import size_in_bytes
+from fxpipe.torchtools.pytrees import in_blocks, size_in_bytes
 
 
 def plan_sizes(
@@ -29,6 +29,7 @@ def plan_sizes(
     early: int = 0,
     elsewhere: Collection[int] = (),
     placement: Sequence[int] = (),
+    block: int = 1,
 ) -> Sizes:
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
@@ -43,10 +44,15 @@ def plan_sizes(
         early: how many values from each other device may be in memory before their receives.
         elsewhere: stages of other processes. They have gradients if this process's stages have.
         placement: stage → device; empty if each has its own.
+        block: of how many bytes what the devices allocate is a multiple.
     """
+
+    def _bytes(tensors: Iterable[Tensor]) -> int:
+        return _in_blocks(tensors, block)
+
     homes = placement or range(len(plan.stages))
     graphs = {
-        stage.index: GraphMemory(plan, stage, stage.kernel, homes)
+        stage.index: GraphMemory(plan, stage, stage.kernel, homes, block)
         if isinstance(stage.kernel, GraphKernel)
         else StageMemory(plan, stage)
         for stage in plan.stages
@@ -57,7 +63,7 @@ def plan_sizes(
     written = {s.index: _bytes(state[w.target] for w in s.writes) for s in plan.stages}
     trained = {index: [x for x in whole if x.requires_grad] for index, whole in tensors.items()}
     made = {index: by_stage.get(index) for index in trained}
-    optimizing = {i: (0, 0) if o is None else optimizer_memory(o) for i, o in made.items()}
+    optimizing = {i: (0, 0) if o is None else optimizer_memory(o, block) for i, o in made.items()}
     gradients = {
         index: _bytes(x.grad for x in some if x.grad is not None) for index, some in trained.items()
     }
@@ -66,6 +72,7 @@ def plan_sizes(
     return Sizes(
         {name: spec.bytes for name, spec in plan.specs.items()},
         early=early,
+        block=block,
         saved={index: each.saved.bytes for index, each in graphs.items()},
         deferred={index: each.deferred.bytes for index, each in graphs.items()},
         state=written,
@@ -91,8 +98,8 @@ def plan_sizes(
     )
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(map(size_in_bytes, tensors))
+def _in_blocks(tensors: Iterable[Tensor], block: int) -> int:
+    return sum(in_blocks(size_in_bytes(tensor), block) for tensor in tensors)
 
 
 _Owner = Crossing | Literal["fixed", "kept", "made"]
@@ -144,9 +151,10 @@ class GraphMemory(StageMemory):
     """The same, told by the stage's graphs."""
 
     def __init__(
-        self, plan: Plan, stage: Stage, kernel: GraphKernel, placement: Sequence[int]
+        self, plan: Plan, stage: Stage, kernel: GraphKernel, placement: Sequence[int], block: int
     ) -> None:
         super().__init__(plan, stage)
+        self._block = block
         self._kernel = kernel
         home = placement[stage.index]
         self._beside = {stage for stage, device in enumerate(placement) if device == home}
@@ -161,13 +169,13 @@ class GraphMemory(StageMemory):
     def _forward(self) -> Kept:
         stage, kernel = self._stage, self._kernel
         graph = kernel.forward_graph.graph
-        live, (arguments, returned) = liveness(graph), _ends(graph)
+        live, (arguments, returned) = liveness(graph, block=self._block), _ends(graph)
         constants = len(stage.parameters) + len(stage.buffers)
         owners: dict[int, _Owner] = dict.fromkeys(live.lies_in(arguments[:constants]), "fixed")
         inputs, edges = arguments[constants:], self._plan.edges_into(stage.index)
         for edge, node, wanted in zip(edges, inputs, kernel.input_strides, strict=True):
             arrives = None if edge.source in self._beside else wanted
-            owner = _owner((edge.value, False), live, node, arrives)
+            owner = _owner((edge.value, False), live, node, arrives, self._block)
             owners = dict.fromkeys(live.of[node], owner) | owners
         run = _workspace(live, owners)
         self.runs["F", stage.index] = self.runs["R", stage.index] = run
@@ -206,15 +214,17 @@ class GraphMemory(StageMemory):
         gradients, totals = arguments[first:][: len(crossing)], arguments[first + len(crossing) :]
         ways = [(self.adding, ()), (self.runs, totals)] if totals else [(self.runs, ())]
         for counted, absent in ways:
-            live = liveness(module.graph, kept.lies_in, absent)
+            live = liveness(module.graph, kept.lies_in, absent, self._block)
             owners: dict[int, _Owner] = dict.fromkeys(live.lies_in(totals), "fixed")
             for node, homes in zip(arguments, kept.lies_in, strict=False):
                 for storage, home in zip(live.of[node], homes, strict=True):
                     owners[storage] = kept.owners[home]
             freed = []
             strides = zip(crossing, gradients, kernel.gradient_strides, strict=False)
+            wanted: tuple[int, ...] | None
             for value, node, wanted in strides:
-                owner = _owner((value, True), live, node, None if value in beside else wanted)
+                wanted = None if value in beside else wanted
+                owner = _owner((value, True), live, node, wanted, self._block)
                 if parts[value] > 1:  # their sum
                     owner = "made"
                 elif owner == "made":
@@ -222,7 +232,8 @@ class GraphMemory(StageMemory):
                 owners |= dict.fromkeys(live.of[node], owner)
             counted[letter, stage] = _workspace(live, owners, freed)
         if is_compiled(module):  # it always adds, at first to zeros
-            zeros, run = _bytes(node.meta["val"] for node in totals), self.runs[letter, stage]
+            zeros = _in_blocks((node.meta["val"] for node in totals), self._block)
+            run = self.runs[letter, stage]
             levels = tuple(zeros + level for level in run.levels)
             self.runs[letter, stage] = replace(run, levels=levels)
         return live, owners, returned
@@ -241,7 +252,11 @@ class GraphMemory(StageMemory):
 
 
 def _owner(
-    crossing: Crossing, live: Liveness, node: fx.Node, wanted: tuple[int, ...] | None
+    crossing: Crossing,
+    live: Liveness,
+    node: fx.Node,
+    wanted: tuple[int, ...] | None,
+    block: int,
 ) -> _Owner:
     """The owner of an argument. One that comes from another device, where ``wanted`` has its
     strides, may arrive in others than these, with which the graph was traced: then a copy is made
@@ -251,7 +266,7 @@ def _owner(
     if not isinstance(value, Tensor) or wanted is None or value.clone().stride() == wanted:
         return crossing
     extent = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, wanted, strict=True))
-    size = extent * value.element_size() if value.numel() else 0
+    size = in_blocks(extent * value.element_size() if value.numel() else 0, block)
     for storage in live.of[node]:
         live.spans[storage] = live.spans[storage]._replace(bytes=size)
     return "made"

@@ -21,6 +21,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from fxpipe.kernels.graph import onto
+from fxpipe.torchtools.pytrees import in_blocks
 
 
 class Life(NamedTuple):
@@ -62,6 +63,7 @@ def liveness(
     graph: fx.Graph,
     shared: Sequence[Sequence[Hashable]] = (),
     absent: Collection[fx.Node] = (),
+    block: int = 1,
 ) -> Liveness:
     """The life of every storage of a graph whose nodes have example values (``meta["val"]``).
 
@@ -71,6 +73,7 @@ def liveness(
             equal names are one. The other arguments share no memory, even if their example values
             do.
         absent: arguments that are None, such as gradient sums before the first micro-batch.
+        block: of how many bytes the size of a storage is a multiple.
     """
     *nodes, output = graph.nodes
     computing = [node for node in nodes if node.op != "placeholder"]
@@ -86,7 +89,7 @@ def liveness(
 
     spans: dict[int, Life] = {}
     for node in nodes:
-        sizes = {} if node in of else dict(_storages(node))
+        sizes = {} if node in of else {key: in_blocks(x, block) for key, x in _storages(node)}
         if over := [storage for operand in _written_over(node) for storage in of[operand].values()]:
             of[node] = dict(zip(sizes, over, strict=True))
         elif node in names:

@@ -12,6 +12,7 @@ from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Piece, Sizes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer, own_buffer
+from fxpipe.torchtools.pytrees import in_blocks
 
 PARTS = ("parameters", "optimizer", "versions", "gradients", "stash", "values", "workspace")
 """The parts of a device's memory: one version of the parameters; optimizer state and buffers;
@@ -86,7 +87,7 @@ def _early(
         if isinstance(x, ins.Receive):
             before = places[simulation.program.ends_of(x.buffer)[0]]
             since = starts[before[-ahead]] if len(before) >= ahead else 0.0
-            posted.append((since, at, holding.sizes.crossing(x.buffer)))
+            posted.append((since, at, holding.arriving(x.buffer)))
             before.append(at)
     return sorted(posted)
 
@@ -157,6 +158,7 @@ class Holding:
                 self._delays[x.stage] = max(self._delays[x.stage], x.batch - x.version)
         self._made: list[Piece] = []
         self._away: list[Key] = []
+        self._handed: dict[int, list[Piece]] = {}  # batch → what the caller keeps of it
         self._inside = False
         self._shared = 0
         self._peaks: dict[Hashable, int] = {}
@@ -183,6 +185,8 @@ class Holding:
         match instruction:
             case ins.Update():
                 more = self._update(instruction)
+            case ins.Output(buffer) if buffer.value in self.sizes.handed:
+                self._hand_over(buffer)
             case ins.OncePerStep(stage, batch, opcode="all_gather"):
                 # this replica's part replaces the sums; those of all arrive, and are joined
                 self._take(self._part(stage, batch))
@@ -239,6 +243,18 @@ class Holding:
             self._away.append(begins)
             self._take(self._arriving(begins))
 
+    def _hand_over(self, buffer: Buffer) -> None:
+        """Hold a value for the caller, and no more what it has had of steps that are over."""
+        over = buffer.batch - max(self._delays.values(), default=0)
+        for batch in [batch for batch in self._handed if batch < over]:
+            self._release(*self._handed.pop(batch))
+        size = self._blocks(self.sizes.values.get(buffer.value, 0))
+        for piece in self._kept[buffer]:
+            if piece.bytes > size:  # the caller keeps a copy, not the whole memory
+                piece = Piece("values", ("handed", buffer), size)
+            self._take(piece)
+            self._handed.setdefault(buffer.batch, []).append(piece)
+
     def _sum(self, stage: int, batch: int) -> Piece:
         """A stage's sums of gradients. If no update uses them, they are for all batches."""
         of = batch if (stage, batch) in self._updated or not self._owns(stage) else None
@@ -247,13 +263,14 @@ class Holding:
     def _part(self, stage: int, batch: int) -> Piece:
         """The part of a stage's sums that this replica sums."""
         replicas = self.program.replicas
-        size = self.sizes.part(stage, replicas - 1, replicas)
+        size = self._blocks(self.sizes.part(stage, replicas - 1, replicas))
         return Piece("gradients", ("part", stage, batch), size)
 
     def _arriving(self, key: Key) -> Piece:
         """What comes of a bucket from all replicas: their contributions to this one's part."""
         stage, _, bucket = key
-        size = self.sizes.part(stage, 0, 1, bucket if stage in self.program.buckets else None)
+        of = bucket if stage in self.program.buckets else None
+        size = self._blocks(self.sizes.part(stage, 0, 1, of))
         return Piece("gradients", ("arriving", *key), size)
 
     def _update(self, update: ins.Update) -> int:
@@ -312,6 +329,13 @@ class Holding:
                     self._add("stash", pieces[at].bytes - piece.bytes)
             self._kept[buffer] = tuple(pieces)
 
+    def arriving(self, buffer: Buffer) -> int:
+        """The bytes of the memory in which a value arrives."""
+        return self._blocks(self.sizes.crossing(buffer))
+
+    def _blocks(self, size: int) -> int:
+        return in_blocks(size, self.sizes.block)
+
     def _add(self, part: str, size: int) -> None:
         self.parts[part] += size
         self.bytes += size
@@ -336,9 +360,9 @@ class Holding:
         match kind:
             case "weights":
                 if not self._owns(source):
-                    yield Piece("parameters", buffer, sizes.crossing(buffer))
+                    yield Piece("parameters", buffer, self.arriving(buffer))
             case "sums" if self._owns(source):
-                yield Piece("gradients", buffer, sizes.crossing(buffer))
+                yield Piece("gradients", buffer, self.arriving(buffer))
             case "sums":
                 yield self._sum(source, batch)
             case "grad":
@@ -373,7 +397,8 @@ class Holding:
     def _crossing(self, edge: Edge, gradient: bool, i: int, batch: int) -> Piece | None:
         """The memory of a value, or of its gradient, along an edge: one piece for all edges where
         it was made, else a copy."""
-        stage, size = edge.target if gradient else edge.source, self.sizes.values.get(edge.value, 0)
+        stage = edge.target if gradient else edge.source
+        size = self._blocks(self.sizes.values.get(edge.value, 0))
         if self.program.device_of(stage, i) != self.device:
             buffer = (gradient_buffer if gradient else forward_buffer)(edge, i, batch)
             return Piece("values", buffer, size)

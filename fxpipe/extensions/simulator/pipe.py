@@ -35,6 +35,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.locks import locked
 from fxpipe.pipeline import Pipeline
+from fxpipe.torchtools.pytrees import BLOCK
 from fxpipe.torchtools.state import without_collection
 
 _PROFILED: WeakKeyDictionary[Pipeline, tuple[Program, int, Times]] = WeakKeyDictionary()
@@ -56,7 +57,9 @@ def simulate_pipe(
 
     ``memory`` has the peak of each device in bytes, as the table shows it, and its parts: what
     is always allocated, by storage, and what the nodes of the running graph hold, or what a stage
-    with leaf modules took in its first run. It does not count the scratch memory of operations.
+    with leaf modules took in its first run. On devices with memory of their own each storage takes
+    a multiple of 512 bytes, as CUDA's allocator hands out. It does not count the scratch memory of
+    operations.
     Gradients that ``.grad`` holds now are counted in addition to the step's own. Every rank
     predicts the same for all devices, without asking the other ranks: it takes gradients to be
     where it has some itself, and calls ``optimizer`` for the stages of other ranks, too, for their
@@ -232,8 +235,16 @@ def held_sizes(
     schedule = compiled.schedule  # of a stage with copies, some micro-batches come from elsewhere
     placement = () if any(schedule.working) else schedule.placement
     sizes = plan_sizes(
-        plan, state, optimizers, early=early, elsewhere=elsewhere, placement=placement
+        plan,
+        state,
+        optimizers,
+        early=early,
+        elsewhere=elsewhere,
+        placement=placement,
+        block=BLOCK if options.places else 1,
     )
+    if compiled.traced.loss is not None:
+        sizes = replace(sizes, handed=frozenset({compiled.traced.loss}))
     if own is not None or given is not None:
         return sizes
     adam = {s: size + 2 * sizes.gradients[s] for s, size in sizes.optimizer.items()}

@@ -112,6 +112,9 @@ class Sizes:
         adding: the same for a task that adds to sums of gradients that are there already.
         early: how many values from each other device may be in memory before their receives: on
             ranks as many receives as they post ahead.
+        handed: values that the caller keeps as they are handed over, until the step is over.
+        block: of how many bytes what devices allocate is a multiple. What crosses between devices,
+            ``values`` and ``elements``, has not been rounded to it, all else has.
     """
 
     values: Mapping[str, int] = field(default_factory=dict)
@@ -131,6 +134,8 @@ class Sizes:
     runs: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     early: int = 0
+    handed: frozenset[str] = frozenset()
+    block: int = 1
 
     def crossing(self, buffer: Buffer) -> int:
         """Bytes that cross to another device: a value; parameters and buffers, which a stage gives
