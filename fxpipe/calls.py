@@ -11,6 +11,7 @@ import torch
 
 from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler, NumbersError
+from fxpipe.compiler.lacking import naming_lacks
 from fxpipe.compiler.often import Often
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
@@ -215,7 +216,7 @@ class Calls:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Inside, nothing else runs, and the time counts as that of compiling."""
-        with self._engine.quiet():
+        with self._engine.quiet(), naming_lacks(self._options, "compile"):
             begin = perf_counter()
             try:
                 yield

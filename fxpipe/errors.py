@@ -171,7 +171,8 @@ class ExecutionError(FxpipeError):
 
 
 class DeviceMemoryError(ExecutionError):
-    """A device has no memory left for an instruction. Says what to do."""
+    """A device has no memory left for an instruction, or for what is compiled or loaded outside of
+    a step; ``instruction`` is then empty. Says what to do."""
 
 
 class DeviceError(ExecutionError):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fxpipe.calls import Calls
 from fxpipe.compiler.compiler import Compiler
+from fxpipe.compiler.lacking import naming_lacks
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
@@ -335,7 +336,9 @@ class Pipeline(nn.Module):
         self._engine.flush()
         if self._group.size == 1 and not self._options.hollow:
             return self._model.load_state_dict(state_dict, *args, **kwargs)
-        return load_part(self._model, self._used(), self._homes(), state_dict, *args, **kwargs)
+        used, homes = self._used(), self._homes()
+        with naming_lacks(self._options, "load"):
+            return load_part(self._model, used, homes, state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Flush and load; ``load_state_dict`` of a module that holds the pipe calls this."""

@@ -38,6 +38,8 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
             return detached(tried(lambda: model(*args, **kwargs)))
     except Exception as error:
+        if source.lacks_memory(error):
+            raise
         raise InputError(
             f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
             "that it takes, or correct that line"
@@ -215,6 +217,8 @@ def run_loss(
             results = [x * 1 if _requires_grad(x) else x for x in inputs]
             value = loss(pytree.tree_unflatten(results, spec), *targets)
     except Exception as error:
+        if source.lacks_memory(error):
+            raise
         cure = "give it outputs and targets that it takes, or correct that line"
         if not targets:
             cure = "if it wants a target, give step(..., target=...); else correct that line"

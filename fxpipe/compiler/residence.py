@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.front_end import Call
+from fxpipe.compiler.lacking import naming_lacks
 from fxpipe.compiler.options import Options
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
@@ -54,9 +55,10 @@ def settle(options: Options, traced: Traced, plan: Plan, schedule: Schedule) -> 
 
     The tensors stay the same objects. No two stages have the same parameter or buffer.
     """
-    for tensor, device in _homes(options, traced, plan, schedule):
-        if not tensor.is_meta:  # it gets its data there later
-            move(tensor, device)
+    with naming_lacks(options, "move"):
+        for tensor, device in _homes(options, traced, plan, schedule):
+            if not tensor.is_meta:  # it gets its data there later
+                move(tensor, device)
 
 
 def homes(options: Options, compiled: Compiled | None) -> dict[Tensor, torch.device]:

@@ -13,11 +13,15 @@ from fxpipe.torchtools import source
 if TYPE_CHECKING:
     from fxpipe.runtime.backend import Backend
 
-_LACK = (
-    "the device has no memory left; pipe.simulate() predicts what each holds. Take more "
-    'micro-batches or a smaller batch; recompute ("always", "except_last", or this stage alone); a '
-    "schedule that keeps fewer micro-batches, such as 1f1b; or a partition that gives this stage "
-    "less"
+_LACK = "the device has no memory left; "
+_CURE = (
+    "pipe.simulate() predicts what each holds. Take more micro-batches or a smaller batch; "
+    'recompute ("always", "except_last", or this stage alone); a schedule that keeps fewer '
+    "micro-batches, such as 1f1b; or a partition that gives this stage less"
+)
+_CURE_OF_CALLS = (
+    "nothing is kept here for a backward. Take a smaller batch, as all outputs are kept until "
+    "the call ends, or more micro-batches; or a partition that gives this stage less"
 )
 
 
@@ -46,7 +50,9 @@ def explained_failure(machine: Machine, cause: BaseException, consequence: str) 
     meaning = f"; {consequence}" if consequence else ""
     error = ExecutionError(f"{where} ({told(cause)}){meaning}", **place)
     if source.lacks_memory(cause):
-        error = DeviceMemoryError(f"{where}: {_LACK}{meaning} ({told(cause)})", **place)
+        keeps = any(getattr(x, "keeps", False) for x in machine.program.lists[machine.device])
+        cure = _LACK + (_CURE if keeps else _CURE_OF_CALLS)
+        error = DeviceMemoryError(f"{where}: {cure}{meaning} ({told(cause)})", **place)
     error.__cause__ = cause
     return error
 

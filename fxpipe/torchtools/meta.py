@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from fxpipe.errors import InputError
 from fxpipe.torchtools.pytrees import size_in_bytes
+from fxpipe.torchtools.source import bringing_to
 
 
 def bytes_if_hollow(model: nn.Module) -> int:
@@ -180,8 +181,9 @@ def allocated(
     """
     changed = [tensor for tensor in tensors if tensor.is_meta]
     for tensor in changed:
-        device = (homes or {}).get(tensor, "cpu")
-        become(tensor, torch.empty_like(tensor, device=device))
+        device = (homes or {}).get(tensor, torch.device("cpu"))
+        with bringing_to(device):
+            become(tensor, torch.empty_like(tensor, device=device))
     try:
         yield changed
     except BaseException:

@@ -36,7 +36,7 @@ def is_users(filename: str) -> bool:
     """Whether a file belongs to the user: not to PyTorch, not to this library, not generated."""
     if filename.startswith("<"):
         return filename.startswith(_TYPED)
-    return not filename.startswith((_TORCH, *_OURS))
+    return not filename.startswith((_TORCH, _CONTEXTS, *_OURS))
 
 
 def users_level() -> int:
@@ -98,6 +98,25 @@ def lacks_memory(cause: BaseException) -> bool:
     return isinstance(cause, torch.OutOfMemoryError | MemoryError) or (
         isinstance(cause, RuntimeError) and "DefaultCPUAllocator: can't allocate" in told(cause)
     )
+
+
+class Lack(MemoryError):
+    """A device has no memory for a tensor that is to be on it."""
+
+    def __init__(self, device: torch.device, error: BaseException) -> None:
+        super().__init__(told(error))
+        self.device = device
+
+
+@contextlib.contextmanager
+def bringing_to(device: torch.device) -> Iterator[None]:
+    """Inside, where a tensor goes to a device, a lack of memory is raised as one of the device."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Lack) or not lacks_memory(error):
+            raise
+        raise Lack(device, error) from error
 
 
 @contextlib.contextmanager

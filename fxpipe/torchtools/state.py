@@ -19,7 +19,7 @@ from torch._C import _autograd
 from fxpipe.errors import TraceError
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.accelerator import kind_here, random_kept
-from fxpipe.torchtools.source import lacks_memory
+from fxpipe.torchtools.source import bringing_to, lacks_memory
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module keeps its hooks."""
@@ -226,10 +226,12 @@ def move(tensor: Tensor, device: torch.device) -> None:
     with torch.no_grad():
         gradient = tensor.grad
         tensor.grad = None
-        tensor.data = tensor.data.to(device)
+        with bringing_to(device):
+            tensor.data = tensor.data.to(device)
         torch.clear_autocast_cache()  # it may have a cast of the old data
         if gradient is not None:
-            tensor.grad = gradient.to(device)
+            with bringing_to(device):
+                tensor.grad = gradient.to(device)
 
 
 def to_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:

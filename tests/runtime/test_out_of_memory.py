@@ -61,6 +61,34 @@ def trained(schedule: str) -> Iterator[tuple[fxpipe.Pipeline, Tensor, Tensor]]:
         yield pipe, x, y
 
 
+def test_a_model_that_lacks_memory_while_it_is_compiled_is_told_by_its_line() -> None:
+    x, y = batch()
+    x[:, 3] = FAILS
+    loss = functional.cross_entropy
+    with (
+        fxpipe.compile(Taking(), ["cpu"] * 2, microbatches=3, loss=loss) as pipe,
+        pytest.raises(DeviceMemoryError) as raised,
+    ):
+        pipe.step(x, target=y)
+    error = raised.value
+    assert error.stage is None and not error.instruction
+    assert "in take: return torch.empty(1 << 55, dtype=torch.uint8)" in error.source
+    for part in ("the host has no memory left to compile", error.source, "more micro-batches"):
+        assert part in str(error), part
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_an_evaluation_that_lacks_memory_is_told_nothing_of_backwards() -> None:
+    with trained("1f1b") as (pipe, x, _), within(5):
+        x[5, 3] = FAILS
+        pipe.eval()
+        with pytest.raises(DeviceMemoryError) as raised:
+            pipe(x)
+    assert (raised.value.device, raised.value.stage, raised.value.microbatch) == (1, 1, 2)
+    assert "forward s1[2]" in str(raised.value) and "smaller batch" in str(raised.value)
+    assert "recompute" not in str(raised.value) and "1f1b" not in str(raised.value)
+
+
 def lacking(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, order: float) -> DeviceMemoryError:
     """The error of a step whose last micro-batch gives an order."""
     x[5, 3] = order

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from fxpipe.compiler.lacking import naming_lacks
 from fxpipe.extensions.checkpoint import file
 from fxpipe.extensions.checkpoint.content import Checkpoint
 from fxpipe.extensions.checkpoint.progress import restore_progress, taken
@@ -133,7 +134,8 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
 
 
 def _go_on_from(pipe: Pipeline, saved: Checkpoint) -> Any:
-    with allocated(pipe._used().values() if pipe._options.hollow else (), pipe._homes()):
+    homes, used = pipe._homes(), pipe._used().values() if pipe._options.hollow else ()
+    with naming_lacks(pipe._options, "load"), allocated(used, homes):
         restore_progress(pipe, saved)
     pipe._group.kept = 0
     return saved.extra

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
 from fxpipe.torchtools.optimizers import copy_alone
+from fxpipe.torchtools.source import bringing_to
 
 OptimizerLike = (
     Optimizer
@@ -219,4 +220,5 @@ def placed(
             return value.to(parameter.device, copy=True)
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
-    return {key: place(key, value) for key, value in state.items()}
+    with bringing_to(parameter.device):
+        return {key: place(key, value) for key, value in state.items()}
