@@ -203,7 +203,7 @@ class Placement:
                 backward=sum(cost.backward for cost in nodes.values()),
                 input_grad=sum(cost.input_grad for cost in nodes.values()) if halves else None,
                 weight_grad=sum(cost.weight_grad for cost in nodes.values()) if halves else None,
-                nodes={name: (cost.backward, cost.weight_grad) for name, cost in nodes.items()},
+                nodes={name: cost.seconds for name, cost in nodes.items()},
             )
             for stage, nodes in enumerate(by_stage)
         }

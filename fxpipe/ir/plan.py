@@ -91,14 +91,14 @@ class StageCosts:
         backward: the whole backward.
         input_grad: the first half of the backward, or None if it is not known.
         weight_grad: the second half, or None if it is not known.
-        nodes: node of the traced graph → its whole backward, and its part in the second half.
+        nodes: node of the traced graph → its forward and backward.
     """
 
     forward: float
     backward: float
     input_grad: float | None = None
     weight_grad: float | None = None
-    nodes: Mapping[str, tuple[float, float]] = field(default_factory=dict, repr=False, kw_only=True)
+    nodes: Mapping[str, float] = field(default_factory=dict, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)

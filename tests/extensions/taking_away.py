@@ -61,7 +61,8 @@ DEFAULT = (
 """The extensions that ``compile`` uses if they are there."""
 
 SHARED = {
-    f"fxpipe.extensions.{name}" for name in ("attributes", "constants", "draws", "sums", "tables")
+    f"fxpipe.extensions.{name}"
+    for name in ("attributes", "constants", "draws", "shares", "sums", "tables", "tasks")
 }
 """What extensions share, which is none of them."""
 

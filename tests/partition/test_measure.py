@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,7 +23,8 @@ from fxpipe.kernels.graph import GraphKernel
 from fxpipe.log import telling
 from fxpipe.passes import runner
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.partition.measure import NodeCost, Stopwatch, measure
+from fxpipe.passes.partition import measure as measuring
+from fxpipe.passes.partition.measure import NodeCost, Stopwatch, host_clock, measure
 from fxpipe.torchtools.pytrees import bytes_of
 from tests.helpers.fronted import (
     assert_equal,
@@ -220,6 +223,27 @@ def test_a_device_that_is_behind_the_host_is_asked_for_its_own_times() -> None:
     ran = [n for n in kernel.forward_graph.graph.nodes if n.op == "call_function"]
     assert 0 < sum(cost.forward for cost in costs.values()) <= len(ran)
     assert watch.waits in (2 * 4, 3 * 4, 4 * 4, 5 * 4)  # once a run of each of the four graphs
+
+
+def test_whatever_else_the_processor_does_counts_for_no_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread computes for a second between two marks, and waits ever longer for its turn."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)) ** 2)
+    monkeypatch.setattr(measuring, "host_clock", cache(host_clock.__wrapped__))
+    watch = Stopwatch()
+    marks = [watch.mark() for _ in range(9)]
+    assert {later - earlier for earlier, later in itertools.pairwise(marks)} == {1.0}
+
+
+def test_a_clock_that_ticks_seldom_times_no_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(calls) // 40 * 1e-2)
+    assert host_clock.__wrapped__() is time.perf_counter
+    monkeypatch.setattr(time, "thread_time", lambda: next(calls) * 1e-7)
+    assert host_clock.__wrapped__() is time.thread_time
 
 
 class Slowing(Counting):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from fxpipe.extensions.shares import tell_shares
+from fxpipe.extensions.tasks import tasks_of
 from fxpipe.ir.program import Program
 from fxpipe.locks import locked
 from fxpipe.pipeline import Pipeline
+
+STEPS = 10
+"""After so many steps whose figures were read, stages are compared with what was predicted."""
 
 
 @dataclass
@@ -24,6 +30,8 @@ class Meter:
         program: the program that it ran. These four are None before a step, and after a failure.
         compiled: the compiled step of ``peaks``.
         peaks: device → the most bytes that it is predicted to hold.
+        read: of the steps of ``compiled`` whose figures were read, the times of tasks.
+        steps: how many these are.
     """
 
     times: list[list[Any]]
@@ -33,6 +41,10 @@ class Meter:
     program: Program | None = None
     compiled: object = None
     peaks: Sequence[int] | None = None
+    read: defaultdict[tuple[str, int], list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    steps: int = 0
     _start: float = field(default=0.0, repr=False)
 
     def begin(self) -> None:
@@ -41,6 +53,17 @@ class Meter:
         self.seconds = self.compile_seconds = self.loss = self.program = None
         for times in self.times:
             times.clear()
+
+    def note(self, times: Mapping[int, Sequence[int]]) -> None:
+        """Add the times of a step's tasks to those that were read; see ``measured``."""
+        assert self.program is not None
+        self.steps += 1
+        for device, stamps in times.items():
+            spans = zip(self.program.lists[device], stamps[::2], stamps[1::2], strict=True)
+            for task, spent in tasks_of(
+                (x, (end - start) / 1e9) for x, start, end in spans
+            ).items():
+                self.read[task] += spent
 
     def end(self, loss: Any, program: Program, compile_seconds: float) -> None:
         """Keep the results of a step."""
@@ -82,7 +105,8 @@ def metrics(pipe: Pipeline) -> dict[str, float]:
     Steps are measured from the first time that you read them. Figures that are not known, as before
     that time or after a step that failed, are left out. Over several ranks, ``bubble`` and
     ``stage_seconds`` are of this rank's device; if batches overlap, both are left out, and
-    ``profile`` measures them.
+    ``profile`` measures them. After ten steps that were read, the logger "fxpipe" warns once of a
+    stage whose share of them is far larger than predicted.
 
     Returns:
         ``batches``, ``loss`` and ``grad_norm``; ``compile_seconds``, the time for which the
@@ -98,9 +122,15 @@ def metrics(pipe: Pipeline) -> dict[str, float]:
         meter = engine.meter = Meter([[] for _ in pipe.devices])
     if shown is not None and shown is not meter.compiled:
         meter.compiled, meter.peaks = shown, engine.peaks(shown)
+        meter.read.clear()
+        meter.steps = 0
     taken = [(device, marks) for device, marks in enumerate(meter.times) if marks]
     times = {device: engine.backend.nanoseconds(device, marks) for device, marks in taken}
     found = measured(meter.program, times) if times and meter.program else {}
+    if found and shown is not None and meter.steps < STEPS:
+        meter.note(times)
+        if meter.steps == STEPS:
+            tell_shares(pipe, shown, meter.read)
     figures = {
         "batches": pipe.batches,
         "loss": None if meter.loss is None else float(meter.loss),

@@ -17,6 +17,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import find
+from fxpipe.extensions.shares import tell_shares
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.away import away_costs
 from fxpipe.extensions.simulator.costs import (
@@ -95,7 +96,8 @@ def profile_pipe(
     """Train on a batch as ``step`` does, and return the measured times of all instructions.
 
     ``simulate`` predicts such steps with the times of these tasks from then on. Python's cyclic
-    garbage is collected only after the steps, as a collection may take longer than one.
+    garbage is collected only after the steps, as a collection may take longer than one. The logger
+    "fxpipe" warns once of a stage whose share of a step is far larger than predicted.
 
     Args:
         *args: the model's positional inputs.
@@ -124,6 +126,7 @@ def profile_pipe(
         taught = options.group.share("the times of tasks", lambda: [*measured.costs.items()])
         known = {(x, stage): time for (x, stage), time in taught}
         _PROFILED[pipe] = compiled.program, compiled.samples, known
+        tell_shares(pipe, compiled, measured.tasks)
     return measured
 
 

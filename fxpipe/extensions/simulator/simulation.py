@@ -17,6 +17,7 @@ from fxpipe.extend import View
 from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, beside
+from fxpipe.extensions.tasks import Tasks, tasks_of
 from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -304,18 +305,14 @@ class Simulation:
         return Steady(period, 1 - work / (longer.devices * period) if period else 0.0)
 
     @cached_property
+    def tasks(self) -> Tasks:
+        """Letter and stage → the time of each of these tasks."""
+        return tasks_of((span.instruction, span.time) for span in self.spans)
+
+    @cached_property
     def costs(self) -> dict[tuple[str, int], float]:
         """Letter and stage → the mean time of these tasks, for ``simulate``'s ``costs``."""
-        times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-        part = 0.0
-        for span in self.spans:
-            task = task_of(span.instruction)
-            assert task.stage is not None
-            part += span.time
-            if not span.instruction.partial:  # else its rest comes next
-                times[task.kind, task.stage].append(part)
-                part = 0
-        return {key: sum(spent) / len(spent) for key, spent in times.items()}
+        return {key: sum(spent) / len(spent) for key, spent in self.tasks.items()}
 
     draw = View()
 
