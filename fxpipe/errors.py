@@ -64,7 +64,15 @@ def way_out(submodule: str) -> str:
 
 
 class PartitionError(FxpipeError):
-    """The model cannot be cut as asked: too many stages, an unknown or a backward cut."""
+    """The model cannot be cut as asked: too many stages, an unknown or a backward cut.
+
+    Attributes:
+        limited: whether no cut was found that keeps the memory limits.
+    """
+
+    def __init__(self, message: str, *, limited: bool = False) -> None:
+        super().__init__(message)
+        self.limited = limited
 
 
 class ParseError(FxpipeError):

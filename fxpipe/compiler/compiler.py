@@ -19,7 +19,7 @@ from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
-from fxpipe.errors import InputError, TraceError
+from fxpipe.errors import InputError, PartitionError, TraceError
 from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
@@ -107,6 +107,16 @@ class Compiler:
         Raises:
             NumbersError: the graph cannot take the batch's numbers as inputs, see ``fixed``.
         """
+        try:
+            return self._within_limits(micro, kind)
+        except PartitionError as error:
+            step = kind.purpose == "step" and not self.options.decides
+            if error.limited and step and (advise := option("fitting")):
+                error.args = (f"{error}; {advise(self, micro, kind)}",)
+            raise
+
+    def _within_limits(self, micro: MicroBatches, kind: Kind) -> Compiled:
+        """Compile a call, and cut anew as long as a device exceeds its memory limit."""
         name, size = type(self.options.model).__name__, micro.batch.size
         last, first, made = self._last, self._key(micro, kind), self.plans.made
         with self._compiling(f"{name} for a {kind.purpose} of {size} samples"):

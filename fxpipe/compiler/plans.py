@@ -137,6 +137,11 @@ class Plans:
         self._first = {k: v for k, v in self._first.items() if k[0] in kinds}
         self._rigid = {k: v for k, v in self._rigid.items() if k in kinds}
 
+    def share_traces(self, other: Plans) -> None:
+        """Use the traces of another compiler of the same model and loss, and leave it new ones."""
+        self.front_end, self.proven = other.front_end, other.proven
+        self._traced, self._dims, self._rigid = other._traced, other._dims, other._rigid
+
     def measure(self) -> None:
         """Measure the costs of stages if that was put off, with zeros, as the data of the call is
         gone. If operations refuse them, nothing is measured, which the log says."""

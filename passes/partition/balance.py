@@ -73,7 +73,7 @@ def balance(
     if division is None:
         division = partitioner.nearest(atoms.work, machine)
         if not nearest:
-            raise PartitionError(_over(division, machine))
+            raise PartitionError(_over(division, machine), limited=True)
     return Assignment(stages, atoms.named(division.stage_of), division.loads)
 
 
@@ -95,7 +95,7 @@ def judge(
     stage_of = [assignment.nodes[nodes[0].name] for nodes in atoms.nodes]
     division = weigh(atoms.work, machine, stage_of)
     if not nearest and not division.fits(machine):
-        raise PartitionError(_over(division, machine))
+        raise PartitionError(_over(division, machine), limited=True)
     return replace(assignment, loads=division.loads)
 
 

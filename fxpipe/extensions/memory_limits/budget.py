@@ -60,7 +60,8 @@ class MemoryBudget(Budget):
                 f"{name} is predicted to hold {bytes_text(peaks[device])} in a step and may take "
                 f"{bytes_text(limits[device])}; {self.way_out or 'raise memory_limits'}, give "
                 'schedule="auto", with which stages recompute and offload what they must, or more '
-                "devices"
+                "devices",
+                limited=True,
             )
         for device, peak in enumerate(peaks):
             more = math.ceil(peak - counted[device])

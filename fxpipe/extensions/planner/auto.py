@@ -54,8 +54,12 @@ class AutoCompiler(Compiler):
 
     Args:
         placement: the placement in the recipe of ``options``; it follows the chosen schedule.
+
+    Attributes:
+        families: the schedules whose stages the model is cut into.
     """
 
+    families: Sequence[str] = FAMILIES
     _size = 0  # of the largest batch that a schedule was chosen for
     _stages: Stages | None = None
 
@@ -87,6 +91,16 @@ class AutoCompiler(Compiler):
         """Choose a schedule for batches of at most this size; returns the number of micro-batches.
 
         Raises:
+            PartitionError: as ``best``.
+        """
+        best = self.best(micro, updates=updates)
+        LOGGER.info('schedule="auto" takes %s', best)
+        return best.candidate.microbatches
+
+    def best(self, micro: MicroBatches, *, updates: bool) -> Predicted:
+        """Choose a schedule for batches of at most this size.
+
+        Raises:
             PartitionError: no candidate is predicted to keep the memory limits; says how many bytes
                 are missing.
         """
@@ -100,7 +114,7 @@ class AutoCompiler(Compiler):
         by_stage = not isinstance(options.recompute, str) or (
             asked is not None and not isinstance(asked.modes, str)
         )
-        families = [*map(find_recipe, FAMILIES)]
+        families = [*map(find_recipe, self.families)]
         if cut:
             families = [recipe for recipe in families if recipe.place(devices) == options.placement]
         elif devices == 1 or by_stage:
@@ -143,8 +157,7 @@ class AutoCompiler(Compiler):
                 )
             )
         self._size = size
-        LOGGER.info('schedule="auto" takes %s', best)
-        return choice.microbatches
+        return best
 
     def _better(
         self,

@@ -41,15 +41,22 @@ class Candidate:
     offload: Modes = ()
 
     def __str__(self) -> str:
+        """As arguments of ``compile``."""
         text = f'schedule="{self.recipe.name}", microbatches={self.microbatches}'
-        for option, modes in (("recompute", self.recompute), ("offload", self.offload)):
-            some = {s: mode for s, mode in enumerate(modes) if mode != "never"}
-            if some and len(set(modes)) == 1:
-                text += f', {option}="{modes[0]}"'
-            elif some:
-                listed = ", ".join(f'{stage}: "{mode}"' for stage, mode in some.items())
-                text += f", {option}={{{listed}}}"
+        if again := _written(self.recompute):
+            text += f", recompute={again}"
+        if away := _written(self.offload):
+            text += f", extensions=[fxpipe.Offload({away})]"
         return text
+
+
+def _written(modes: Modes) -> str:
+    """Modes as an argument; "" if they are all "never"."""
+    some = {s: mode for s, mode in enumerate(modes) if mode != "never"}
+    if some and len(set(modes)) == 1:
+        return f'"{modes[0]}"'
+    listed = ", ".join(f'{stage}: "{mode}"' for stage, mode in some.items())
+    return f"{{{listed}}}" if some else ""
 
 
 @dataclass(frozen=True)
