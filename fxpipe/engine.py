@@ -145,6 +145,11 @@ class Engine:
         found: Sequence[int] = peaks(compiled, self._options, state, optimizers)
         return found
 
+    def serial(self, compiled: Compiled) -> bool:
+        """Whether one thread computes for several devices, one after another."""
+        alone = self.group.size == 1 and not self._options.places
+        return alone and len(self._options.devices) > 1 and compiled.threads == 1
+
     def joins(self, compiled: Compiled) -> bool:
         """Whether a batch of this program can join the batches in flight."""
         run = self.in_flight

@@ -293,7 +293,8 @@ class Pipeline(nn.Module):
         places = self._group.places or [*map(str, self.devices)]
         peaks = None if shown is None or ended else self._engine.peaks(shown)
         replicas = self._options.replicas
-        text: str = table(self._model, shown, places, loads, peaks, replicas)
+        serial = shown is not None and self._engine.serial(shown)
+        text: str = table(self._model, shown, places, loads, peaks, replicas, serial)
         return text
 
     simulate = View()

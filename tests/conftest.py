@@ -292,7 +292,7 @@ def a_thread_for_each_device() -> Iterator[None]:
     """Let each device have a thread, however small a test's tensors are, and however many
     processors there are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "SMALL", 0)
+        patch.setattr(choice, "HAND_OVER", 0.0)
         patch.setattr(choice, "processors", lambda: 8)
         yield
 

@@ -242,7 +242,7 @@ class Compiler:
             whole,
             purpose,
             sizes[0],
-            self.choice.threads(plan),
+            self.choice.threads(plan, schedule),
             terms,
             [plans[size][1].specs for size in sizes],
             self.options.group.call,
@@ -294,7 +294,8 @@ class Compiler:
             costs = self._placement.costs
             stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
             plan = replace(plan, stages=stages)
-        measured = replace(compiled, plan=plan, threads=self.choice.threads(plan))
+        threads = self.choice.threads(plan, compiled.schedule)
+        measured = replace(compiled, plan=plan, threads=threads)
         for key, (known, plans) in self._known.items():
             if known is compiled:
                 self._known[key] = measured, plans

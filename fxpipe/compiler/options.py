@@ -40,7 +40,7 @@ class Options:
         recipe: the schedule of training steps with its delay, which also places the stages.
         objective: the loss, and how the losses of micro-batches make the loss of the batch.
         dispatch: whether one thread or one per device runs the instruction lists; None to decide
-            by the sizes of tensors.
+            by predicted times.
         threads: intra-op threads of a device.
         places: device → its torch.device, for devices with streams; empty for CPU devices.
         group: the ranks that run the devices' lists, one each; a group of one runs all.

@@ -53,6 +53,9 @@ def wrapped(text: str, indent: str = "", *, whole_words: bool = False) -> str:
     )
 
 
+SERIAL = "one thread runs all devices, one after another"
+"""What tables say of a pipe in which that is so."""
+
 _told: set[str] = set()
 
 

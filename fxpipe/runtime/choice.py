@@ -1,27 +1,32 @@
 """Choose whether one thread or one per device runs the lists of CPU devices.
 
 A thread releases the interpreter lock at every operation, and to get it back it may have to wait
-for a hand-over, which costs microseconds. Operations on few elements take less than that, so that
-one thread runs them faster one after another.
+for a hand-over, which costs microseconds. If operations take less than that, one thread runs them
+faster one after another.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from torch import Tensor, fx
 
-from fxpipe.ir.plan import Plan
+from fxpipe.ir.plan import Plan, Stage
+from fxpipe.ir.schedule import Schedule
 from fxpipe.kernels.graph import is_compiled
 from fxpipe.torchtools.state import processors
 
 Dispatches = Literal["device", "thread"]
 """Which threads run or launch the devices' lists: one for each device, or one for all."""
 
-SMALL = 2**14
-"""Operations are worth a thread for each device if the largest tensor of each has at least this
-many elements on average. A product of 128 × 128 weights and 32 rows takes about a hand-over."""
+HAND_OVER = 1e-5
+"""The seconds by which an operation takes longer if each device has a thread of its own."""
+
+ELEMENTS = 2**14
+"""An operation that was not measured is taken to last as long as a hand-over if its largest tensor
+has this many elements: so does a product of 128 × 128 weights and 32 rows."""
 
 
 class ThreadChoice:
@@ -36,32 +41,64 @@ class ThreadChoice:
         self.most = 1 if dispatch == "thread" else devices
         self._fixed = dispatch is not None or devices == 1
 
-    def threads(self, plan: Plan) -> int:
-        """How many threads run the devices' lists: 1, or one for each device."""
+    def threads(self, plan: Plan, schedule: Schedule) -> int:
+        """How many threads run the devices' lists: 1, or one for each device, whichever is
+        predicted to be faster."""
         if self._fixed:
             return self.most
-        return 1 if processors() == 1 or elements(plan) < SMALL else self.most
+        if processors() == 1:
+            return 1
+        one, each = step_seconds(plan, schedule)
+        return 1 if one < each else self.most
 
 
-def elements(plan: Plan) -> float:
-    """The elements of the largest tensor that an operation of the forwards reads or makes, on
-    average. A compiled graph is one operation on all of its tensors."""
-    sizes: list[int] = []
-    for stage in plan.stages:
-        graph = stage.forward
-        if graph is None:
-            continue
-        own = [_largest(graph, node) for node in graph.graph.nodes if _computes(node)]
-        sizes += [sum(own)] if is_compiled(graph) else filter(None, own)
-    return sum(sizes) / len(sizes) if sizes else 0.0
+def step_seconds(plan: Plan, schedule: Schedule) -> tuple[float, float]:
+    """The predicted seconds of a step whose devices are run by one thread, and by a thread each.
+
+    With threads, the slowest device is never idle, but for one micro-batch that goes through the
+    others, unless batches overlap; and not more of them compute at once than there are processors.
+    """
+    times, longer = [0.0] * schedule.devices, [0.0] * schedule.devices
+    for stage, device in zip(plan.stages, schedule.placement, strict=True):
+        seconds, operations = _work(stage, trains=schedule.trains)
+        times[device] += seconds
+        longer[device] += seconds + HAND_OVER * operations
+    count, slowest, together = schedule.microbatches, max(longer), sum(longer)
+    way = 0.0 if schedule.overlaps else together - slowest
+    return count * sum(times), max(count * slowest + way, count * together / processors())
+
+
+def _work(stage: Stage, *, trains: bool) -> tuple[float, int]:
+    """The seconds of a stage for one micro-batch, and its operations, each of which hands over the
+    lock. They are measured, or else by the sizes of tensors."""
+    graphs = [stage.forward]
+    if trains:
+        graphs += [stage.backward] if stage.backward else [stage.input_grad, stage.weight_grad]
+    seconds, operations = 0.0, 0
+    for graph in filter(None, graphs):
+        sizes = [_largest(n) for n in graph.graph.nodes if _computes(n)]
+        seconds += HAND_OVER * sum(sizes) / ELEMENTS
+        operations += 1 if is_compiled(graph) else sum(_operations(graph))
+    if stage.costs is not None:
+        seconds = stage.costs.forward + (stage.costs.backward if trains else 0.0)
+    return seconds, operations
+
+
+def _operations(graph: fx.GraphModule) -> Iterator[int]:
+    """Node → its operations; of a module that is called, as many as it has innermost modules."""
+    for node in graph.graph.nodes:
+        if node.op == "call_module":
+            inside = graph.get_submodule(str(node.target)).modules()
+            yield sum(not [*module.children()] for module in inside)
+        elif _computes(node):
+            yield 1
 
 
 def _computes(node: fx.Node) -> bool:
     return node.op.startswith("call_") and node.target is not operator.getitem
 
 
-def _largest(graph: fx.GraphModule, node: fx.Node) -> int:
+def _largest(node: fx.Node) -> int:
+    """The elements of the largest tensor that an operation reads or makes."""
     values: list[Any] = [each.meta.get("val") for each in (*node.all_input_nodes, node)]
-    if node.op == "call_module":
-        values += graph.get_submodule(str(node.target)).parameters()
     return max((int(x.numel()) for x in values if isinstance(x, Tensor)), default=0)

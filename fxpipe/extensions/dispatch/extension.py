@@ -19,14 +19,15 @@ class Dispatch(Extension):
     - "thread": one thread for all devices, in an order in which it never has to wait.
 
     Without this extension it is "device"; on CPU devices "thread" if there is one processor, or if
-    operations are short: the largest tensor that an operation reads or makes has fewer than 16,384
-    elements, on average over the operations of a micro-batch.
+    that is predicted to be faster. ``print(pipe)`` and ``pipe.simulate()`` say so then.
 
     Results are the same to the bit, and so is the number of intra-op threads. Python runs one
-    thread at a time, so several threads hand over the interpreter lock at every operation, and one
-    thread is faster if operations are shorter than that; ``profile`` then shows the devices one
-    after another. Tasks of your own, optimizers and leaf modules that wait for another device need
-    "device".
+    thread at a time, so several threads hand over the interpreter lock at every operation, which
+    takes some 10 microseconds. One thread is faster if operations are not much longer than that, as
+    with small micro-batches; ``profile`` then shows the devices one after another. Operations count
+    as they were measured when the model was cut; after a cut by names, which measures nothing, by
+    the sizes of their tensors until the first ``pipe.simulate()``. Tasks of your own, optimizers
+    and leaf modules that wait for another device need "device".
 
     Args:
         by: "device" or "thread".

@@ -80,8 +80,7 @@ class Stages:
         self._away = group.share("how fast tensors are stored", rates) if group.size > 1 else None
         self._calls: dict[int, Compiled] = {}
         self._sizes: dict[int, Sizes] = {}
-        alone = group.size == 1 and not self._options.places
-        self._serial = alone and compiled.threads == 1
+        self._alone = group.size == 1 and not self._options.places
         # samples of a micro-batch → the times of tasks
         self._measured: dict[int, Times] = {compiled.samples: _of_operations(compiled.plan)}
         self._measure_further()
@@ -144,7 +143,15 @@ class Stages:
         """The seconds of a step whose devices, or the one thread of all, are never idle."""
         times = self._known(self._samples(count))
         work = count * sum(time for (letter, _), time in times.items() if letter in "FB")
-        return work / (1 if self._serial else self._devices)
+        return work / (1 if self._serial(count) else self._devices)
+
+    def _serial(self, count: int) -> bool:
+        """Whether one thread is to run all devices if the batch is split into ``count``
+        micro-batches."""
+        costs, plan = self.costs(count), self._compiled.plan
+        plan = replace(plan, stages=tuple(replace(s, costs=costs[s.index]) for s in plan.stages))
+        schedule = replace(self._compiled.schedule, microbatches=count)
+        return self._alone and self.compiler.choice.threads(plan, schedule) == 1
 
     def _samples(self, count: int) -> int:
         """The samples of a micro-batch if the batch is split into ``count`` micro-batches."""
@@ -168,7 +175,7 @@ class Stages:
 
     def _least(self, recipe: Recipe, count: int) -> float:
         """A lower bound for the seconds of a step."""
-        if self._serial:  # one thread does the work of all devices
+        if self._serial(count):  # one thread does the work of all devices
             return self._unhindered(count)
         return least_seconds(self._known(self._samples(count)), recipe, count, self._devices)
 
@@ -242,7 +249,7 @@ class Stages:
             sizes,
             self._known(samples),
             links=self._links,
-            serial=self._serial,
+            serial=self._serial(candidate.microbatches),
             away=self._away,
         )
         if self._limited:

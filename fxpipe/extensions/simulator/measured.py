@@ -18,7 +18,12 @@ _SECOND = 1e9
 
 
 def measured_run(
-    program: Program, steps: int, times: Sequence[Sequence[int]], sizes: Sizes | None = None
+    program: Program,
+    steps: int,
+    times: Sequence[Sequence[int]],
+    sizes: Sizes | None = None,
+    *,
+    serial: bool = False,
 ) -> Simulation:
     """Return a run as a simulation, from the times of its instructions.
 
@@ -32,6 +37,7 @@ def measured_run(
         steps: how many steps ran, with the flush after the last.
         times: device → the start and end of each instruction that it ran, in nanoseconds.
         sizes: bytes of what devices hold.
+        serial: whether one thread has run the lists of all devices.
 
     Raises:
         InputError: the steps have more or fewer instructions than ran.
@@ -81,6 +87,7 @@ def measured_run(
         sizes,
         measured=True,
         seconds=True,
+        serial=serial,
         launched=None if flat is launched else launched,
     )
 

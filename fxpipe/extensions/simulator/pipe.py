@@ -77,14 +77,13 @@ def simulate_pipe(
     compiled, options = pipe._calls.measured(), pipe._options
     program, samples, times = _PROFILED.get(pipe, (None, 0, None))
     profiled = program is compiled.program and samples == compiled.samples
-    alone = options.group.size == 1 and not options.places
     return predict_step(
         compiled.plan,
         compiled.whole(),
         held(pipe, compiled),
         costs or (times if profiled else None),
         links=links or (None if costs else given_links(options)),
-        serial=not costs and alone and compiled.threads == 1,
+        serial=not costs and pipe._engine.serial(compiled),
         steps=steps,
     )
 
@@ -121,7 +120,8 @@ def profile_pipe(
             for _ in range(steps):
                 calls.step(args, kwargs, target, return_output=False)
         compiled = calls.compiled()
-        measured = measured_run(compiled.whole(), steps, times, held(pipe, compiled))
+        sizes, serial = held(pipe, compiled), engine.serial(compiled)
+        measured = measured_run(compiled.whole(), steps, times, sizes, serial=serial)
         # all replicas predict with the times of the first
         taught = options.group.share("the times of tasks", lambda: [*measured.costs.items()])
         known = {(x, stage): time for (x, stage), time in taught}

@@ -12,7 +12,7 @@ from typing import Any
 
 from fxpipe.extensions.simulator.memory import PARTS
 from fxpipe.extensions.simulator.simulation import Simulation, task_of
-from fxpipe.extensions.tables import first_time, plain_table, table_text, wrapped
+from fxpipe.extensions.tables import SERIAL, first_time, plain_table, table_text, wrapped
 from fxpipe.formatting import byte_unit, bytes_text, plural
 from fxpipe.ir.task import KINDS
 from fxpipe.text.program import print_instruction
@@ -57,7 +57,7 @@ def simulation_table(simulation: Simulation) -> str:
         table.add_column(headings[at], justify="left" if at < 2 else "right")
     for row in rows:
         table.add_row(*(row[at] for at in shown))
-    lines = [_title(simulation), table_text(table)]
+    lines = [_title(simulation), *[SERIAL] * simulation.serial, table_text(table)]
     if simulation.sizes is not None:
         lines += ["", _memory(simulation), ""]
     lines.append(

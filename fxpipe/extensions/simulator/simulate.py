@@ -109,6 +109,7 @@ def simulate(
         count,
         events,
         sizes,
+        serial=serial,
         again=lambda more: same(steps=more),
         pairs=pairs,
         launched=unroll(given, count) if given.launches else None,

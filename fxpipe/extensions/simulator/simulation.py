@@ -124,6 +124,7 @@ class Simulation:
         sizes: bytes of what devices hold, or None if they are not known.
         measured: whether it is a measured run.
         seconds: whether times are in seconds.
+        serial: whether one thread computes for all devices, one after another.
         again: number of steps → the same simulation for so many.
         pairs: the tasks that run together.
         launched: the lists in the order in which devices with streams launch them, arrivals ahead
@@ -137,6 +138,7 @@ class Simulation:
     sizes: Sizes | None = field(default=None, repr=False)
     measured: bool = False
     seconds: bool = False
+    serial: bool = False
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
     pairs: Pairs = field(default_factory=dict, repr=False)
     launched: Program | None = field(default=None, repr=False, compare=False)

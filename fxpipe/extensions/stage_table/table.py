@@ -8,7 +8,15 @@ from itertools import takewhile
 from torch import nn
 
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.extensions.tables import count_text, first_time, plain_table, runs, table_text, wrapped
+from fxpipe.extensions.tables import (
+    SERIAL,
+    count_text,
+    first_time,
+    plain_table,
+    runs,
+    table_text,
+    wrapped,
+)
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import is_compiled
@@ -35,11 +43,13 @@ def stage_table(
     loads: Sequence[StageLoad],
     peaks: Sequence[int] | None,
     replicas: int,
+    serial: bool,
 ) -> str:
     """Return the table of the stages, their modules, and a line on their balance.
 
     ``places`` are the locations of the devices, ``loads`` those of the stages, or empty, ``peaks``
-    the bytes that devices are predicted to hold at most, if that is known. What the columns mean is
+    the bytes that devices are predicted to hold at most, if that is known, and ``serial`` says
+    whether one thread runs all devices. What the columns mean is
     told by the first table of a process.
     """
     title = f"fxpipe.Pipeline of {type(model).__name__} over {len(places)} devices"
@@ -77,6 +87,7 @@ def stage_table(
     under = f" (of {prefix[:-1]})" if prefix else ""
     lines = [
         wrapped(f"{title}, {schedule.name}, {schedule.microbatches} micro-batches"),
+        *[SERIAL] * serial,
         table_text(table),
         f"stages and their modules{under}",
         *modules,

@@ -14,11 +14,11 @@ from tests.helpers.tiny import adam, batch, pipe_of
 
 
 @pytest.mark.parametrize(("by", "count"), [("device", 2), ("thread", 1)])
-@pytest.mark.parametrize("small", [0, 999])
-def test_the_threads_are_as_asked_whatever_the_sizes_of_tensors_are(
-    by: Dispatches, count: int, small: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("longer", [0.0, 1.0])
+def test_the_threads_are_as_asked_whatever_operations_take(
+    by: Dispatches, count: int, longer: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "SMALL", small)
+    monkeypatch.setattr(choice, "HAND_OVER", longer)
     monkeypatch.setattr(choice, "processors", lambda: 2)
     x, y = batch()
     with pipe_of(2, optimizer=adam, extensions=[fxpipe.Dispatch(by)]) as pipe:

@@ -224,11 +224,11 @@ def watched(**options: Any) -> tuple[fxpipe.Pipeline, set[str]]:
     return pipe, threads
 
 
-@pytest.mark.parametrize(("small", "processors", "count"), [(999, 2, 1), (2, 2, 2), (2, 1, 1)])
-def test_one_thread_runs_operations_on_few_elements(
-    small: int, processors: int, count: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("longer", "processors", "count"), [(1.0, 2, 1), (0.0, 2, 2), (0.0, 1, 1)])
+def test_one_thread_runs_what_is_shorter_than_a_hand_over(
+    longer: float, processors: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "SMALL", small)
+    monkeypatch.setattr(choice, "HAND_OVER", longer)
     monkeypatch.setattr(choice, "processors", lambda: processors)
     pipe, threads = watched()
     with pipe:
@@ -238,21 +238,6 @@ def test_one_thread_runs_operations_on_few_elements(
         pipe.step(x, target=y)
         assert threads == {f"fxpipe-{k}" for k in range(count)}
         assert pipe._calls.shown is not None and pipe._calls.shown.threads == count
-
-
-@pytest.mark.parametrize(("samples", "expected"), [(1, (128 + 128) / 2), (8, (128 + 256) / 2)])
-def test_the_largest_tensor_of_each_operation_counts(samples: int, expected: float) -> None:
-    """The weights are transposed, and multiplied: then these or the result may be larger."""
-    model = nn.Sequential(nn.Linear(4, 32, bias=False))
-    with fxpipe.compile(model, 1, microbatches=1) as pipe:
-        pipe(torch.ones(samples, 4))
-        assert choice.elements(pipe.plan) == expected
-
-
-def test_the_parameters_of_a_leaf_module_count() -> None:
-    leaf = nn.Sequential(nn.Linear(4, 256), nn.Linear(256, 4))
-    with fxpipe.compile(
-        nn.Sequential(leaf), 1, microbatches=1, extensions=[fxpipe.LeafModules("0")]
-    ) as pipe:
-        pipe(torch.ones(1, 4))
-        assert choice.elements(pipe.plan) >= 4 * 256 / 2
+        assert ("one thread runs all devices" in str(pipe)) == (count == 1)
+        assert ("one thread runs all devices" in str(pipe.simulate())) == (count == 1)
+        assert ("one thread runs all devices" in str(pipe.profile(x, target=y))) == (count == 1)
