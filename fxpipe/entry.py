@@ -69,7 +69,8 @@ def compile(
     noticed.
 
     The logger "fxpipe" has every pass with its time as a debug record, and the whole compilation as
-    an info record.
+    an info record. From the fourth second on, a line on the terminal says what is compiled, and is
+    gone when it is done.
 
     Args:
         model: any module. Its parameters are used in place, never copied. A model on the meta

@@ -9,27 +9,44 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
+
+from fxpipe.progress import showing
 
 LOGGER = logging.getLogger("fxpipe")
 
-_passes: ContextVar[list[int] | None] = ContextVar("fxpipe_passes", default=None)
-"""How many passes have run in the innermost compilation."""
+
+@dataclass
+class _Compilation:
+    """How many passes have run, and the name of the last one that has begun."""
+
+    passes: int = 0
+    name: str = ""
+
+
+_innermost: ContextVar[_Compilation | None] = ContextVar("fxpipe_compilation", default=None)
 
 
 @contextmanager
-def reported(what: str) -> Iterator[None]:
+def reported(what: str, *, shows: bool = False) -> Iterator[None]:
     """Tell the logger how long the block took, if some pass has run in it; most calls run none, as
-    everything is compiled already."""
-    counted = [0]
+    everything is compiled already. If it ``shows`` and takes long, a line on the terminal says
+    what is compiled, and which pass runs."""
+    compilation = _Compilation()
     start = time.perf_counter()
-    token = _passes.set(counted)
+    token = _innermost.set(compilation)
+
+    def line() -> str:
+        return f"fxpipe compiles {what}" + f": {compilation.name}" * bool(compilation.name)
+
     try:
-        yield
+        with showing(line) if shows else nullcontext():
+            yield
     finally:
-        _passes.reset(token)
-    if counted[0]:
+        _innermost.reset(token)
+    if compilation.passes:
         LOGGER.info("compiled %s in %.3f s", what, time.perf_counter() - start)
 
 
@@ -37,10 +54,12 @@ def reported(what: str) -> Iterator[None]:
 def telling(name: str) -> Iterator[None]:
     """Report the block as a pass of that name, unless it raises."""
     start = time.perf_counter()
+    if (compilation := _innermost.get()) is not None:
+        compilation.name = name
     yield
     seconds = time.perf_counter() - start
     LOGGER.debug(
         "%s took %.6f s", name, seconds, extra={"fxpipe_pass": name, "fxpipe_seconds": seconds}
     )
-    if (counted := _passes.get()) is not None:
-        counted[0] += 1
+    if compilation is not None:
+        compilation.passes += 1

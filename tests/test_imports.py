@@ -26,6 +26,7 @@ LAYERS = {
         "fxpipe.errors",
         "fxpipe.extend",
         "fxpipe.log",
+        "fxpipe.progress",
         "fxpipe.random",
         "fxpipe.signals",
         "fxpipe.torchtools",

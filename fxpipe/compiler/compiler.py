@@ -166,7 +166,7 @@ class Compiler:
     def _compiling(self, what: str) -> Iterator[None]:
         with (
             HeldSignals(),
-            reported(what),
+            reported(what, shows=self.options.group.rank == 0),
             without_collection(),
             sources_forgotten(),
             without_saved_tensor_hooks(),
