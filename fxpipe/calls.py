@@ -70,7 +70,8 @@ class Calls:
             self._often.step(type(self._options.model).__name__, self._compiler.why)
             self._check_data(compiled)
             compiled, micro = self._compiler.weighed(compiled, micro)
-            result = self._engine.step(compiled, micro, with_output=return_output)
+            watch = self._compiler.watch(compiled, micro)
+            result = self._engine.step(compiled, micro, with_output=return_output, watch=watch)
             self.shown = compiled
             if meter is not None:
                 meter.end(

@@ -19,7 +19,7 @@ from fxpipe.locks import PipeLock, locked
 from fxpipe.runtime.backend import Backend, Worker
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
-from fxpipe.runtime.host import BatchHost, Job, draw_seed, next_seed
+from fxpipe.runtime.host import BatchHost, Job, Logged, Watch, draw_seed, next_seed
 from fxpipe.runtime.run import BatchRun, FlushedRun
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.runtime.weights.optimizers import Optimizers
@@ -37,6 +37,7 @@ class Engine:
         progress: optimizers, versions of the weights, and the number of batches.
         stashed: stage → the most micro-batches that it kept for backward at once in the last
             training step.
+        logged: what the loss returned beside it for the last batch; None before there is one.
         closed: whether the workers have ended.
         meter: measures steps, by an extension; None until somebody asks for metrics.
         in_flight: the BatchRun of the batches in flight, by an extension; None if there are none.
@@ -59,6 +60,7 @@ class Engine:
             stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
         self.progress = Progress(options.model, stages, options.owns)
         self.stashed: Mapping[int, int] = {}
+        self.logged: Logged | None = None
         self.closed = False
         self.meter: Any = None
         self.updates = options.optimizer is not None
@@ -93,14 +95,15 @@ class Engine:
         micro: MicroBatches,
         *,
         with_output: bool,
+        watch: Watch | None = None,
     ) -> Any:
         """Train on a batch. Returns the loss, or with ``with_output`` loss and output. See
         ``Pipeline.step``, also for errors."""
         if compiled.schedule.overlaps:
             overlap = find("option", "overlap", f"schedule {compiled.schedule.name!r}")
-            return overlap(self, compiled, micro, with_output=with_output)
+            return overlap(self, compiled, micro, with_output=with_output, watch=watch)
         traced = compiled.traced
-        host = self.host(compiled, micro, with_output=with_output)
+        host = self.host(compiled, micro, with_output=with_output, watch=watch)
         state = self.progress.state_of(traced)
         optimizers = self.progress.optimizers_of(compiled.plan, state, submits=True)
 
@@ -119,7 +122,9 @@ class Engine:
                 draw_seed(traced)
                 if self.clipping is not None:
                     self.clipping.settle(1)
-        self.stashed = run.peak_kept
+        self.stashed, self.logged = run.peak_kept, host.logged()
+        if watch is not None:
+            watch.look(host)
         return returned
 
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
@@ -236,12 +241,20 @@ class Engine:
         in words what became of the weights; empty if none were in flight."""
         return "" if self.in_flight is None else self.in_flight.abandon()
 
-    def host(self, compiled: Compiled, micro: MicroBatches, *, with_output: bool) -> BatchHost:
+    def host(
+        self,
+        compiled: Compiled,
+        micro: MicroBatches,
+        *,
+        with_output: bool,
+        watch: Watch | None = None,
+    ) -> BatchHost:
         """The caller's side of a step."""
         traced = compiled.traced
         assert traced.loss is not None
-        keep = frozenset({traced.loss}) | (compiled.results if with_output else frozenset())
-        return BatchHost(traced, micro, keep, self._seed(traced), self._place)
+        keep = frozenset({traced.loss, *traced.logged.values()})
+        keep |= compiled.results if with_output else frozenset()
+        return BatchHost(traced, micro, keep, self._seed(traced), self._place, watch)
 
     def _seed(self, traced: Traced) -> int:
         """The seed of a run, which the first rank gives to all."""

@@ -111,17 +111,19 @@ def compile(
             that recomputes keeps only its inputs, and runs its forward again before its backward.
             Or a mode for each stage: a list of modes, or a mapping from stage numbers to modes;
             stages that the mapping leaves out never recompute.
-        loss: ``loss(output, *targets)`` → a scalar, or one loss per sample. None if the model
-            itself returns the loss, alone or as ``.loss``. A parameter of the model that the loss
-            function reads directly gets no gradient from there, and if batches overlap, the loss
-            reads its newest version.
+        loss: ``loss(output, *targets)`` → a scalar, or one loss per sample; or a pair of it and a
+            dict of numbers, which ``metrics`` has, or a dict with the loss as ``"loss"``. None if
+            the model itself returns the loss, alone or as ``.loss``. A parameter of the model that
+            the loss function reads directly gets no gradient from there, and if batches overlap,
+            the loss reads its newest version.
         reduction: "mean" if the loss is a mean over samples, so that each micro-batch counts by its
             share of the samples, or "sum" if it is a sum over them. If a mean ``cross_entropy`` or
             ``nll_loss`` ignores targets or weights classes (also inside the loss that transformers
             compute from ``labels=``), each micro-batch counts by its share of the targets that
             count. So the loss and the gradients are those of the whole batch. For
-            any other mean over something else than samples, give ``fxpipe.LossWeight``; without it,
-            there is one warning if the loss is not that of the whole batch.
+            any other mean over something else than samples, give ``fxpipe.LossWeight``. The first
+            step is compared with the loss of the joined outputs; if they differ, there is one
+            warning, which says why.
         optimizer: a torch optimizer over the model's parameters; or a function from parameters to
             an optimizer, called once for all; or a function whose argument is called
             ``named_parameters``, called once, with pairs of name and parameter of the whole model.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fxpipe.compiler.timetable import Purpose
@@ -41,6 +41,7 @@ class Compiled:
             how losses are weighted.
         specs: micro-batch → the specs of its values.
         call: the number of the ranks' call in which it was compiled.
+        done: what is done once for it, and was.
     """
 
     traced: Traced
@@ -55,6 +56,7 @@ class Compiled:
     terms: Sequence[Sequence[Any]] = ()
     specs: Sequence[Mapping[str, ValueSpec]] = ()
     call: int = 0
+    done: set[str] = field(default_factory=set)
 
     @property
     def results(self) -> frozenset[str]:

@@ -34,6 +34,7 @@ from fxpipe.passes.tracing.attach_loss import returned_loss
 from fxpipe.passes.tracing.trace import shapes_of
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
+from fxpipe.runtime.host import BatchHost, Watch
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools.state import (
     without_collection,
@@ -171,6 +172,7 @@ class Compiler:
             sources_forgotten(),
             without_saved_tensor_hooks(),
             self.options.group.compiling(self._parts),
+            self.plans.front_end.fallback.trying(),
         ):
             yield
 
@@ -283,6 +285,19 @@ class Compiler:
         if compiled.traced.loss is None:
             return compiled, micro
         return self._weighing.weighed(compiled, micro)
+
+    def watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
+        """See ``Weighing.watch``."""
+        watch = self._weighing.watch(compiled, micro)
+        if watch is None:
+            return None
+        fallback, look = self.plans.front_end.fallback, watch.look
+
+        def trying(host: BatchHost) -> None:
+            with fallback.trying():
+                look(host)
+
+        return replace(watch, look=trying)
 
     def measured(self, compiled: Compiled) -> Compiled:
         """Return the same call with the costs of its stages, which are measured now if the cut did

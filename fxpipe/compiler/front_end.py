@@ -186,6 +186,7 @@ class FrontEnd:
             "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,
             "given_loss": call.with_loss and loss is not None,
             "returned_loss": call.with_loss and loss is None,
+            "fallback": self.fallback,
             "called_loss": False,
             "traced_loss": False,
         }
@@ -198,7 +199,9 @@ class FrontEnd:
         ):
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
             with put_back(leaves) as written, stand_ins.inside(options.model):
-                output = run_all(passes.of(self.options, "try"), facts)["output"]
+                facts = run_all(passes.of(self.options, "try"), facts)
+            output = facts["output"]
+            self.guard.calls_loss = self.fallback.loss
             if written:
                 raise TraceError(
                     f"the model writes into its input {written[0]!r}; let it work on a copy "
@@ -217,9 +220,10 @@ class FrontEnd:
                 traced = traced if known is None else with_dims(traced, known)
             if call.with_loss and loss is not None:
                 flat, spec = pytree.tree_flatten(taken_apart(output))
+                logged, objective = facts["logged"], options.objective.with_logged
                 called = traced.under_autograd
-                objective = options.objective
-                module = LossModule(objective if called else stand_ins.loss(objective), loss, spec)
+                own = objective if called else stand_ins.loss(objective)
+                module = LossModule(own, loss, spec, logged)
                 facts |= {"called_loss": called, "traced_loss": not called}
                 if called:
                     facts |= {"loss_module": module, "output": flat}
@@ -237,6 +241,8 @@ class FrontEnd:
                             raise
                         self.fallback.take_loss(error)
                         return self._trace(call, free, stand_ins)
+                    with self.guard.reading():
+                        module(*loss_args)
                     source.credit(loss_graph.graph, loss)
                     facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
             facts["traced"] = traced

@@ -49,9 +49,11 @@ class Guard:
         numbers: the numbers that are no arguments of calls and of which graphs take the value at
             each call: name → where it is.
         changed: what Python state has changed last, or "".
+        calls_loss: whether the loss is called as it is, so that no graph depends on it.
     """
 
     changed = ""
+    calls_loss = False
 
     def __init__(self, options: Options, called: Mapping[str, nn.Module]) -> None:
         """Watch nothing yet. Traces never look into ``called``, a mapping that may grow later."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
 
 from fxpipe.runtime.batch import MicroBatches
 
@@ -12,6 +15,7 @@ if TYPE_CHECKING:
     from fxpipe.compiler.compiled import Compiled
     from fxpipe.compiler.options import Options
     from fxpipe.ir.traced import Traced
+    from fxpipe.runtime.host import Watch
 
 Loss = Callable[..., Any]
 Reduction = Literal["mean", "sum"]
@@ -25,8 +29,8 @@ class Objective:
     "mean", and Σ l_i for "sum".
 
     Attributes:
-        loss: ``loss(output, *targets)`` → a scalar, or one loss per sample; None if the model
-            returns its loss.
+        loss: ``loss(output, *targets)`` → a scalar, or one loss per sample, alone or with numbers
+            beside it, see ``apart``; None if the model returns its loss.
         reduction: whether losses of samples are averaged or added up.
     """
 
@@ -35,9 +39,15 @@ class Objective:
 
     def __call__(self, output: Any, *targets: Any) -> Any:
         """Compute the loss of a micro-batch, a scalar; see ``joined``."""
+        return self.with_logged(output, *targets)[0]
+
+    def with_logged(self, output: Any, *targets: Any) -> tuple[Any, dict[str, Any]]:
+        """Compute the loss of a micro-batch, and the numbers beside it as scalars without
+        gradients."""
         assert self.loss is not None
-        value = self.loss(output, *targets)
-        return self.joined(value, *targets) if getattr(value, "ndim", 0) else value
+        value, logged = apart(self.loss(output, *targets))
+        value = self.joined(value, *targets) if getattr(value, "ndim", 0) else value
+        return value, {str(name): _scalar(number) for name, number in logged.items()}
 
     def joined(self, losses: Any, *targets: Any) -> Any:
         """Average one loss per sample, or add them up."""
@@ -58,6 +68,26 @@ class Objective:
     def averages(self) -> bool:
         """Whether the losses of micro-batches are averaged by their samples."""
         return self.reduction == "mean"
+
+
+def apart(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The loss, and the numbers beside it by name, in what a loss function returns: a loss, a pair
+    ``(loss, {"accuracy": …})``, or a mapping with the loss as ``"loss"``."""
+    match returned:
+        case (loss, Mapping() as logged):
+            return loss, logged
+        case Mapping() if "loss" in returned:
+            return returned["loss"], {n: x for n, x in returned.items() if n != "loss"}
+    return returned, {}
+
+
+def _scalar(number: Any) -> Tensor:
+    """A number that a loss returns beside it, as a floating-point scalar of its own."""
+    if not isinstance(number, Tensor):
+        # a number of samples is a symbol in a trace, and stays one
+        return torch.scalar_tensor(number, dtype=torch.get_default_dtype())
+    scalar = number.detach().reshape(())
+    return scalar.clone() if scalar.is_floating_point() else scalar.float()
 
 
 class Weighing:
@@ -82,6 +112,11 @@ class Weighing:
         if self.options.objective.averages and self.replicas(compiled) == 1:
             return compiled, micro  # weighted by samples already
         return compiled, self.joined(compiled, micro)
+
+    def watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
+        """What looks at the outputs of a step whose losses are weighed so, if anything does. All
+        ranks have to decide alike."""
+        return None
 
     def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """The micro-batches, where they are not just weighted by their samples."""

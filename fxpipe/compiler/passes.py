@@ -97,7 +97,7 @@ ADMIT = (
 TRY = (
     Pass(run_model, "model, guard, args, kwargs", "output"),
     Pass(tell_checkpoints, "model, guard, is_called, told", "", when="keeps_all"),
-    Pass(run_loss, "model, guard, objective, output, targets, size", "", when="given_loss"),
+    Pass(run_loss, "model, objective, output, targets, size", "logged", when="given_loss"),
     Pass(try_own_loss, "output", "", when="returned_loss"),
 )
 """Run the model and its loss as they are on a micro-batch, before they are traced."""
@@ -120,7 +120,7 @@ TRACE = (
 
 JOIN = (
     Pass(declare_own_loss, "traced", "traced", when="returned_loss"),
-    Pass(attach_loss, "traced, loss, tensors, numbers", "traced", when="traced_loss"),
+    Pass(attach_loss, "traced, loss, tensors, logged, numbers", "traced", when="traced_loss"),
     Pass(seed_randomness, "traced", "traced"),
 )
 """The graphs of the model and its loss → the one graph that is cut."""

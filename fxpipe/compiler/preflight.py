@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from fxpipe.compiler.guard import Guard
-from fxpipe.compiler.objective import Objective
+from fxpipe.compiler.objective import Objective, apart
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.formatting import plural
 from fxpipe.log import LOGGER
@@ -188,13 +188,13 @@ def _growing(once: Any, twice: Any, size: int) -> tuple[int, ...]:
 
 def run_loss(
     model: nn.Module,
-    guard: Guard,
     objective: Objective,
     output: Any,
     targets: Sequence[Any],
     size: int,
-) -> None:
-    """Check the loss: it must be a scalar, or one loss per sample, and have a gradient.
+) -> tuple[str, ...]:
+    """Check the loss: it must be a scalar, or one loss per sample, and have a gradient. There may
+    be numbers beside it, whose names are returned.
 
     Raises:
         InputError: the loss raises (the error names its line), returns something else, has no
@@ -212,10 +212,10 @@ def run_loss(
         for leaf in leaves
     ]
     try:
-        with torch.enable_grad(), guard.reading():
+        with torch.enable_grad():
             # no autograd leaves, as the loss could not write to these in place
             results = [x * 1 if _requires_grad(x) else x for x in inputs]
-            value = loss(pytree.tree_unflatten(results, spec), *targets)
+            value, numbers = apart(loss(pytree.tree_unflatten(results, spec), *targets))
     except Exception as error:
         if source.lacks_memory(error):
             raise
@@ -227,7 +227,8 @@ def run_loss(
         ) from error
     if not isinstance(value, Tensor):
         raise InputError(
-            f"the loss returns {_a(value)}; return one tensor, a scalar such as the mean"
+            f"the loss returns {_a(value)}; return one tensor, a scalar such as the mean, or a "
+            'pair of it and a dict of numbers to log, {"accuracy": …}'
         )
     _check_scalar(value[0] if value.dim() == 1 and len(value) == size else value, "the loss")
     _refuse_hidden_in_loss(model, value, (inputs, held, targets))
@@ -236,6 +237,15 @@ def run_loss(
             "the loss has no gradient to the model's output; compute it with differentiable "
             "operations, without detach, argmax or item"
         )
+    for name, number in numbers.items():
+        one = number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, float | int)
+        if not one or (isinstance(number, Tensor) and number.is_complex()):
+            shape = f" of shape {tuple(number.shape)}" if isinstance(number, Tensor) else ""
+            raise InputError(
+                f"the loss returns {_a(number)}{shape} as {name!r} beside the loss; return numbers "
+                "or scalars there, such as a mean"
+            )
+    return tuple(map(str, numbers))
 
 
 def _refuse_hidden_in_loss(model: nn.Module, loss: Any, inputs: Any) -> None:

@@ -82,7 +82,7 @@ class Traced:
 
     The placeholders of the graph are parameters, buffers, inputs and, if it draws random numbers,
     SEED. It returns one tuple: its ``writes``, then those of its ``outputs`` that are values, then
-    the loss unless it is one of these. Two are equal when their texts are.
+    the loss unless it is one of these, then the ``logged``. Two are equal when their texts are.
 
     Attributes:
         module: the graph; equality compares its text.
@@ -98,6 +98,7 @@ class Traced:
         accepts: the shapes of the flat inputs → whether the graph holds for them; the shape of what
             is no tensor is None.
         loss: the name of the loss value, if a loss is part of the graph.
+        logged: name → the name of the value, for numbers that the loss returns beside it.
         deferred: the calls of BatchNorm whose statistics are updated at the end of the step.
     """
 
@@ -114,6 +115,7 @@ class Traced:
         default=lambda shapes: True, compare=False
     )
     loss: str | None = None
+    logged: Mapping[str, str] = field(default_factory=dict)
     deferred: tuple[DeferredNorm, ...] = ()
 
     @property

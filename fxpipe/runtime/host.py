@@ -27,6 +27,39 @@ _DRAWING = threading.RLock()
 """Held while drawing from torch's generator, which all pipes share, or while reading its state."""
 
 
+@dataclass(frozen=True)
+class Watch:
+    """Looks at the outputs of a step's first micro-batches, which the caller did not ask for.
+
+    Attributes:
+        names: the outputs.
+        microbatches: of how many micro-batches they are kept until the end of the step.
+        look: called with the host when the step has succeeded. It raises nothing.
+    """
+
+    names: frozenset[str]
+    microbatches: int
+    look: Callable[[BatchHost], None]
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What a loss returns beside it, such as an accuracy, weighted as the losses are.
+
+    Attributes:
+        parts: name → the number of each micro-batch.
+        weights: micro-batch → its weight; over replicas, in the batch of this one.
+    """
+
+    parts: Mapping[str, Sequence[Any]]
+    weights: Sequence[float] | Tensor
+
+    def read(self) -> dict[str, float]:
+        """The numbers of the batch. Waits for devices."""
+        totals = {name: weighted_sum(parts, self.weights) for name, parts in self.parts.items()}
+        return {name: float(total) for name, total in totals.items()}
+
+
 class BatchHost:
     """Gives a run the micro-batches and gradients of a batch, and collects the outputs."""
 
@@ -37,6 +70,7 @@ class BatchHost:
         keep: frozenset[str],
         seed: int,
         place: torch.device | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Find the inputs of each micro-batch by name.
 
@@ -47,6 +81,7 @@ class BatchHost:
             seed: the seed of this step, if the graph draws random numbers.
             place: the device to which values from other ranks are moved; by default they stay in
                 host memory.
+            watch: what looks at further outputs.
         """
         microbatches = len(micro)
         self.traced = traced
@@ -61,9 +96,10 @@ class BatchHost:
         if traced.seeded:
             before = micro.replica * microbatches  # micro-batches of the replicas before this one
             self.inputs[SEED] = [torch.tensor(mix(seed, before + i)) for i in range(microbatches)]
-        self.keep = keep
         self._place = place
-        self.outputs: dict[str, list[Any]] = {name: [None] * microbatches for name in keep}
+        kept = dict.fromkeys(watch.names, watch.microbatches) if watch is not None else {}
+        kept |= dict.fromkeys(keep, microbatches)
+        self.outputs: dict[str, list[Any]] = {name: [None] * kept[name] for name in kept}
         self._elsewhere: dict[int | None, list[Any]] = {  # other replica → its losses
             replica: [None] * microbatches
             for replica in range(len(micro.all_weights))
@@ -72,7 +108,7 @@ class BatchHost:
         self.input_gradients: dict[str, dict[int, dict[int, Tensor]]] = {}
         self.gradients: dict[str, Sequence[Tensor]] = {}
         self._complete: Callable[[], None] | None = None
-        self._missing = microbatches * (len(keep) + len(self._elsewhere))
+        self._missing = sum(kept.values()) + microbatches * len(self._elsewhere)
         self._lock = threading.Lock()
 
     def when_complete(self, complete: Callable[[], None]) -> None:
@@ -93,7 +129,7 @@ class BatchHost:
 
     def wants(self, buffer: Buffer) -> bool:
         """Whether ``take`` keeps the value that an Output hands over."""
-        return buffer.kind == "grad" or buffer.value in self.keep
+        return buffer.kind == "grad" or buffer.microbatch < len(self.outputs.get(buffer.value, ()))
 
     @property
     def shared(self) -> str | None:
@@ -105,7 +141,7 @@ class BatchHost:
         if buffer.kind == "grad":
             by_microbatch = self.input_gradients.setdefault(buffer.value, {})
             by_microbatch.setdefault(buffer.microbatch, {})[buffer.source] = value
-        elif replica in self._elsewhere or buffer.value in self.keep:
+        elif replica in self._elsewhere or self.wants(buffer):
             parts = self._elsewhere.get(replica) or self.outputs[buffer.value]
             parts[buffer.microbatch] = in_own_storage(value)
             if self._complete is not None:
@@ -136,6 +172,15 @@ class BatchHost:
             if any(weights)
         ]
         return reduce(add, losses)
+
+    def logged(self) -> Logged:
+        """The numbers that the loss returns beside it, which may not be computed yet."""
+        parts = {name: self.outputs[value] for name, value in self.traced.logged.items()}
+        weights, every = self.micro.weights, self.micro.all_weights
+        if every and any(own := every[self.micro.replica]):
+            share = sum(own) / sum(map(sum, every))
+            weights = [weight / share for weight in own]
+        return Logged(parts, weights)
 
     def output(self) -> Any:
         """The model's output for the whole batch."""

@@ -89,6 +89,7 @@ def print_traced(traced: Traced) -> str:
         lines.append(f"  output {what} {out.dims}")
     if traced.loss is not None:
         lines.append(f"  loss {traced.loss}")
+    lines += [f"  logged {name!r} = {value}" for name, value in traced.logged.items()]
     for norm in traced.deferred:
         fields = (norm.moments, norm.running_mean, norm.running_var, norm.tracked, norm.momentum)
         lines.append(f"  norm {print_value(fields)}")

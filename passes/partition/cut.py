@@ -57,6 +57,7 @@ class _Cutter:
         self.outputs = {out.name for out in traced.outputs if isinstance(out, Value)}
         if traced.loss is not None:
             self.outputs.add(traced.loss)
+        self.outputs.update(traced.logged.values())
         self.edges = self._edges()
 
     def plan(self) -> Plan:

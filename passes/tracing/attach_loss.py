@@ -6,7 +6,7 @@ after:   (x, target) → conv, mse, with the loss value mse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,19 +28,28 @@ input that each of its placeholders stands for, or None."""
 
 
 class LossModule(nn.Module):
-    """A loss as a module: ``forward(*leaves of the output, *targets)`` → scalar.
+    """A loss as a module: ``forward(*leaves of the output, *targets)`` → scalar, or a tuple of the
+    loss and the numbers beside it.
 
     It takes the output as flat tensors, because a graph cannot take objects of every class.
     """
 
-    def __init__(self, loss: Callable[..., Any], function: Any, output: pytree.TreeSpec) -> None:
-        """Wrap ``loss(output, *targets)``, for an output of this pytree spec; see ``taken_apart``.
+    def __init__(
+        self,
+        loss: Callable[..., tuple[Any, Mapping[str, Any]]],
+        function: Any,
+        output: pytree.TreeSpec,
+        logged: Sequence[str] = (),
+    ) -> None:
+        """Wrap ``loss(output, *targets)``, which returns the loss and the numbers ``logged`` with
+        it, for an output of this pytree spec; see ``taken_apart``.
 
         If the user's ``function`` is a module, its buffers become buffers of this module.
         """
         super().__init__()
         self.loss = loss
         self.function = function
+        self.logged = tuple(logged)
         self._output = output
 
     def _get_name(self) -> str:
@@ -48,11 +57,21 @@ class LossModule(nn.Module):
 
     def forward(self, *given: Any) -> Any:  # traces and plans show this name
         count = self._output.num_leaves
-        return self.loss(together(given[:count], self._output), *given[count:])
+        loss, logged = self.loss(together(given[:count], self._output), *given[count:])
+        if logged.keys() != set(self.logged):
+            raise InputError(
+                f"the loss returns numbers beside it called {_listed(logged)}, and for the first "
+                f"micro-batch {_listed(self.logged)}; let it return the same in every call"
+            )
+        return (loss, *(logged[name] for name in self.logged)) if logged else loss
 
 
 def attach_loss(
-    traced: Traced, loss: Traced, tensors: dict[str, torch.Tensor], numbers: int
+    traced: Traced,
+    loss: Traced,
+    tensors: dict[str, torch.Tensor],
+    logged: Sequence[str] = (),
+    numbers: int = 0,
 ) -> Traced:
     """One graph that computes the model's outputs and its loss.
 
@@ -60,6 +79,7 @@ def attach_loss(
         traced: the model's graph.
         loss: the graph of its LossModule, traced on the model's outputs and the targets.
         tensors: the buffers of the LossModule, by name.
+        logged: the names of the scalars that it returns beside the loss.
         numbers: how many of the last inputs of both graphs are numbers, which are the same. They
             come after the targets.
 
@@ -77,8 +97,8 @@ def attach_loss(
         raise TraceError(
             f"the loss writes its buffer {loss.writes[0].target!r}; let it only read its buffers"
         )
-    (returned,) = loss.outputs  # one scalar, as in the trial run
-    assert isinstance(returned, Value)
+    returned = [out.name for out in loss.outputs if isinstance(out, Value)]
+    assert len(returned) == len(loss.outputs)  # scalars, as in the trial run
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     copy_nodes(traced.graph.find_nodes(op="placeholder"), graph, copies)
@@ -107,9 +127,9 @@ def attach_loss(
     copies.update((node, ours[passed[node.name]]) for node in placeholders if node.name in passed)
     copy_nodes(compute_nodes(loss.graph), graph, copies)
     theirs = {node.name: copy for node, copy in copies.items() if node.graph is loss.graph}
-    value = theirs[returned.name]
+    value, *scalars = (theirs[name] for name in returned)
     names = (*(write.value for write in traced.writes), *filter(None, outputs))
-    graph.output((*(ours[name] for name in names), value))
+    graph.output((*(ours[name] for name in names), value, *scalars))
     graph.lint()
     added = (name and theirs[name].name for name in theirs_own[len(outputs) :])
     both = (b or (a and theirs[a].name) for a, b in zip(theirs_shared, shared, strict=True))
@@ -121,12 +141,17 @@ def attach_loss(
         inputs=(*own, *added, *both),
         accepts=_both_accept(traced, loss, numbers),
         loss=value.name,
+        logged=dict(zip(logged, (node.name for node in scalars), strict=True)),
     )
 
 
 def _parted(values: Sequence[Any], last: int) -> tuple[Sequence[Any], Sequence[Any]]:
     """All values but the last ones, and these."""
     return values[: len(values) - last], values[len(values) - last :]
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
 
 
 def _both_accept(

@@ -55,11 +55,13 @@ class Fallback:
     Attributes:
         model: the model.
         called: name → submodule that graphs call as it is. No trace looks into it. It may grow.
+        loss: whether graphs call the loss as it is, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.called: dict[str, nn.Module] = {}
+        self.loss = False
 
     def begin(self) -> None:
         """Look at the model before it is traced again, as it may have changed."""
@@ -73,6 +75,11 @@ class Fallback:
         """Have the loss called as it is from now on. Raises ``error``, with which it could not be
         traced, if it cannot be."""
         raise error
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Inside, the loss runs only to be looked at, as while a step is compiled."""
+        yield
 
     @contextmanager
     def calls(self) -> Iterator[UntracedCalls | None]:

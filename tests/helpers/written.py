@@ -40,6 +40,7 @@ def traced(text: str, root: nn.Module | None = None) -> Traced:
     outputs: list[Value | Literal] = []
     norms: list[DeferredNorm] = []
     loss = None
+    logged: dict[str, str] = {}
     for line in lines[: lines.index("  graph")]:
         word, _, rest = line.strip().partition(" ")
         match word:
@@ -54,6 +55,9 @@ def traced(text: str, root: nn.Module | None = None) -> Traced:
                 )
             case "loss":
                 loss = rest
+            case "logged":
+                name, _, value = rest.rpartition(" = ")
+                logged[ast.literal_eval(name)] = value
             case "norm":
                 norms.append(DeferredNorm(*eval(rest)))
     parameters, buffers, writes, module = _body(lines, root)
@@ -68,6 +72,7 @@ def traced(text: str, root: nn.Module | None = None) -> Traced:
         pytree.tree_structure([0] * len(outputs)),
         under_autograd="autograd" in header,
         loss=loss,
+        logged=logged,
         deferred=tuple(norms),
     )
 

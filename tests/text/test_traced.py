@@ -17,6 +17,7 @@ traced
   output literal [1, 'two'] ()
   output add None
   loss sum_1
+  logged 'my accuracy' = mul
   norm ('moments', 'bn.mean', 'bn.var', None, 0.1)
   parameter p_weight = 'my linear.weight'
   buffer b_mean = bn.mean
@@ -37,7 +38,8 @@ def test_a_graph_is_printed_with_all_that_it_reads_and_gives() -> None:
     traced = written.traced(TEXT)
     assert traced.inputs == ("x", None)
     assert traced.outputs == (Value("add", (0,)), Literal([1, "two"], ()), Value("add", None))
-    assert traced.loss == "sum_1" and traced.seeded and not traced.under_autograd
+    assert traced.loss == "sum_1" and traced.logged == {"my accuracy": "mul"}
+    assert traced.seeded and not traced.under_autograd
     assert traced.deferred == (DeferredNorm("moments", "bn.mean", "bn.var", None, 0.1),)
     assert traced.parameters[0].target == "my linear.weight"
     assert traced.writes[0].value == "mul"

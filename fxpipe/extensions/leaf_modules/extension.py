@@ -12,6 +12,7 @@ from fxpipe.extend import Extension
 from fxpipe.extensions.leaf_modules.calls import call_leaves, record_leaves
 from fxpipe.extensions.leaf_modules.differentiate import differentiate_leaves
 from fxpipe.extensions.leaf_modules.fallback import Leaves
+from fxpipe.extensions.leaf_modules.logging_loss import look_at_loss
 from fxpipe.extensions.leaf_modules.loss import attach_leaf_loss
 from fxpipe.extensions.leaf_modules.measure import measure_leaves
 from fxpipe.passes.runner import Pass
@@ -43,11 +44,13 @@ class LeafModules(Extension):
 
     def fallback(self, options: Options) -> Leaves:
         """What makes submodules around lines that cannot be traced leaf modules, too."""
-        return Leaves(options.model, self._named(options.model), exported=options.tracer is None)
+        exported = options.tracer is None
+        return Leaves(options.model, self._named(options.model), options.loss, exported=exported)
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """The passes for graphs with leaf modules."""
         lists: dict[str, Sequence[tuple[str, Pass]]] = {
+            "try": [("tell_checkpoints", _LOOK)],
             "join": [("declare_own_loss", _ATTACH)],
             "measure": [("measure", _MEASURE)],
             "plan": [("differentiate", _DIFFERENTIATE)],
@@ -83,6 +86,12 @@ class LeafModules(Extension):
 
 _RECORD = Pass(record_leaves, "model, calls, args, kwargs", "", when="calls")
 _CALL = Pass(call_leaves, "traced, model, calls, args, kwargs", "traced", when="calls")
+_LOOK = Pass(
+    look_at_loss,
+    "fallback, objective, output, targets",
+    "called_loss",
+    when="given_loss",
+)
 _MEASURE = Pass(measure_leaves, "traced, values", "costs", when="under_autograd")
 _DIFFERENTIATE = Pass(
     differentiate_leaves,

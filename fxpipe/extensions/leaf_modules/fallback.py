@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 from fxpipe.errors import TraceError
 from fxpipe.extensions.leaf_modules.calls import LeafCalls
+from fxpipe.extensions.leaf_modules.held import Held
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
@@ -31,18 +33,28 @@ class Leaves(Fallback):
     Attributes:
         unasked: leaf module that the user did not ask for → the line in it that cannot be traced,
             and why.
-        loss: whether the loss is called as it is.
     """
 
     def __init__(
-        self, model: nn.Module, asked: Mapping[str, nn.Module], *, exported: bool = True
+        self,
+        model: nn.Module,
+        asked: Mapping[str, nn.Module],
+        function: Callable[..., Any] | None = None,
+        *,
+        exported: bool = True,
     ) -> None:
-        """Begin with the leaf modules that the user asked for; ``exported`` if ``torch.export``
-        makes the graphs, and not an extension's tracer."""
+        """Begin with the leaf modules that the user asked for.
+
+        Args:
+            model: the model.
+            asked: name → leaf module.
+            function: the loss, if it is not the model that returns it.
+            exported: whether ``torch.export`` makes the graphs, and not an extension's tracer.
+        """
         super().__init__(model)
+        self._function = function
         self.called.update(asked)
         self.unasked: dict[str, str] = {}
-        self.loss = False
         self._exported = exported
         self._told: set[str] = set()
 
@@ -113,6 +125,32 @@ class Leaves(Fallback):
             error.where,
             _COST,
         )
+
+    def call_loss(self, why: str) -> None:
+        """Call the loss, which does something besides computing, as it is from now on."""
+        self.loss = True
+        LOGGER.warning(
+            "the loss %s, which a graph would not do. It is therefore called as it is, once for "
+            "each micro-batch: %s. To log numbers of the batch without this cost, return them as "
+            "tensors beside the loss, see docs/losses.md",
+            why,
+            _COST,
+        )
+
+    def held(self) -> Held:
+        """What the loss reaches, but for the model."""
+        return Held(self._function, "loss", self.model.modules())
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Inside, the loss runs only to be looked at: what it changes in Python objects is put
+        back, if steps call it as it is."""
+        held = self.held()
+        try:
+            yield
+        finally:
+            if self.loss:
+                held.put_back()
 
     def tell(self) -> None:
         """Warn, once, of leaf modules that the user did not ask for."""

@@ -6,6 +6,7 @@ after:   (x, target_0) → y = self.body(x), fxpipe_loss = self.fxpipe_loss(y, t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.extensions.leaf_modules.draws import DrawsWatched, draw_from
+from fxpipe.extensions.leaf_modules.logging_loss import Unproxied
 from fxpipe.ir.plan import Argument
 from fxpipe.ir.traced import AUTOCAST, DRAWS, Literal, Traced
 from fxpipe.passes.partition.assignment import compute_nodes
@@ -56,21 +58,28 @@ def attach_leaf_loss(
     outputs = [
         out.value if isinstance(out, Literal) else by_name[out.name] for out in traced.outputs
     ]
-    value = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(placeholders, spec)))
+    call = graph.call_module(LEAF_LOSS, (*outputs, *pytree.tree_unflatten(placeholders, spec)))
     before = other_states()
     with torch.no_grad(), DrawsWatched() as watch:
-        value.meta["val"] = loss_module(*output, *targets)
+        call.meta["val"] = loss_module(*output, *targets)
     if other_states() != before:
         raise TraceError(
             "the loss draws from Python's random or numpy.random, which no seed of a micro-batch "
             "controls; draw with torch.rand"
         )
-    value.meta[DRAWS] = draw_from if watch.drew else None
-    value.meta[AUTOCAST] = autocasts()
+    call.meta[DRAWS] = draw_from if watch.drew else None
+    call.meta[AUTOCAST] = autocasts()
+    value, scalars = call, []
+    if loss_module.logged:
+        value, *scalars = (
+            graph.call_function(operator.getitem, (call, i)) for i in range(len(call.meta["val"]))
+        )
+        for node, result in zip((value, *scalars), call.meta["val"], strict=True):
+            node.meta["val"] = result
     with suppress(Exception):  # not every loss can be traced
         value.meta[LOSS_GRAPH] = _graph_of(loss_module, output, leaves, spec)
     written = [node for node in outputs if isinstance(node, fx.Node)]
-    graph.output((*written, value))
+    graph.output((*written, value, *scalars))
     graph.lint()
     module.graph = graph
     held = {f"{LEAF_LOSS}.{name}": buffer for name, buffer in loss_module.named_buffers()}
@@ -82,6 +91,7 @@ def attach_leaf_loss(
         inputs=(*traced.inputs, *names),
         accepts=lambda shapes: traced.accepts(shapes[: len(traced.inputs)]),
         loss=value.name,
+        logged=dict(zip(loss_module.logged, (node.name for node in scalars), strict=True)),
     )
 
 
@@ -97,7 +107,9 @@ def _graph_of(
         values = [*examples]
         for index, proxy in zip(tensors, proxies, strict=True):
             values[index] = proxy
-        return loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
+        with Unproxied():
+            made = loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
+        return made[0] if loss.logged else made
 
     with torch.no_grad():
         module = make_fx(call, pre_dispatch=True)(*tensors.values())

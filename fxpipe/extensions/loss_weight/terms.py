@@ -43,9 +43,8 @@ class Divisor:
 
     Attributes:
         line: the user's line that computes the term.
-        told: for a mean, a Python expression of the divisor, with ``{}`` for an input; the means of
-            the micro-batches, weighted by their divisors, then give the mean of the whole batch.
-            Else empty.
+        mean: whether it is a mean, so that those of the micro-batches, weighted by their divisors,
+            give that of the whole batch.
         leaves: the flat inputs that the divisor depends on.
         buffers: the names of the buffers that it depends on.
         made: computes the divisor from these on the ``device``, by default the CPU, as a number or
@@ -58,7 +57,7 @@ class Divisor:
     """
 
     line: str
-    told: str = ""
+    mean: bool = False
     leaves: tuple[int, ...] = ()
     buffers: tuple[str, ...] = ()
     made: Callable[..., float | Tensor] | None = None
@@ -164,9 +163,7 @@ class _Reader:
         given = arguments_of(node.target, node.args, node.kwargs)
         reduction, target, weight = given.get("reduction", 1), given["target"], given.get("weight")
         ignored = given.get("ignore_index", -100)
-        line, told = source.of_node(node), f"({{}} != {ignored}).sum()"
-        if weight is not None:
-            told = f"weight[{{}}[{{}} != {ignored}]].sum()"
+        line = source.of_node(node)
         if reduction == 2:
             return Divisor(line, sums=True)
         if reduction != 1:
@@ -175,11 +172,11 @@ class _Reader:
             target = target.args[0]
         read = [value for value in (target, weight) if isinstance(value, fx.Node)]
         if not self.known.issuperset(read):
-            return None if weight is None else Divisor(line, told=told)
+            return None if weight is None else Divisor(line, mean=True)
         count = partial(_count, ignored, given.get("label_smoothing", 0.0))
         if isinstance(weight, Tensor):
             count = partial(count, weight=weight)
-        divisor = self._divisor(line, read, count, told)
+        divisor = self._divisor(line, read, count)
         if weight is not None:
             return divisor
         counts_input = target.op == "placeholder" and target in self.varies
@@ -210,9 +207,9 @@ class _Reader:
         line: str,
         read: Sequence[fx.Node],
         made: Callable[..., Any],
-        told: str = "",
     ) -> Divisor:
-        """A divisor that ``made`` computes from known values, as a number or a scalar tensor."""
+        """The divisor of a mean, which ``made`` computes from known values, as a number or a
+        scalar tensor."""
         above = ancestors(read)
         nodes = [node for node in self.module.graph.nodes if node in above]
         inputs = [node for node in nodes if node.op == "placeholder"]
@@ -230,7 +227,7 @@ class _Reader:
 
         leaves = tuple(self.leaves[node.name] for node in inputs if node.name in self.leaves)
         buffers = tuple(self.buffers[node.name] for node in inputs if node.name in self.buffers)
-        return Divisor(line, told, leaves, buffers, run)
+        return Divisor(line, True, leaves, buffers, run)
 
     def _pure(self, node: fx.Node) -> bool:
         """Whether a node may be computed again: it draws no random numbers and writes nothing."""

@@ -15,20 +15,31 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.objective import Objective, Weighing, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
+from fxpipe.extensions.loss_weight.comparing import Sample, advice, difference_of
 from fxpipe.extensions.loss_weight.terms import Divisor, current_copy, loss_terms
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import BackwardResult, Kernel, PartialResult, Totals, Wrapping
 from fxpipe.runtime.batch import Batch, MicroBatches
+from fxpipe.runtime.host import BatchHost, Watch
 from fxpipe.torchtools.source import users_level
+
+_CPU = torch.device("cpu")
+
+_MOST = 1 << 26
+"""The most bytes of outputs that are kept for a comparison of losses."""
 
 
 class ByDivisors(Weighing):
-    """Weighs losses by the divisors of their terms, where these are known; else by samples, with
-    one warning if the loss is then not that of the whole batch."""
+    """Weighs losses by the divisors of their terms, where these are known; else by samples.
+
+    The first step of each kind is compared with the loss of the joined outputs; where these differ,
+    there is one warning. If the model returns its loss, or outputs are large, that is not possible,
+    and there is a warning where the graph of the loss tells of another divisor.
+    """
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._warned = False
+        self._told: set[str] = set()  # what was warned of
 
     def terms(self, traced: Traced, split: Collection[int]) -> Sequence[Divisor | None]:
         """The divisor of each term of a loss; see ``loss_terms``."""
@@ -44,13 +55,52 @@ class ByDivisors(Weighing):
             compiled = discarding(compiled, weights)
         return compiled, micro
 
+    def watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
+        """What compares the losses of a first step with that of the joined outputs."""
+        count = self._compares(compiled, micro)
+        if count < 2 or "compared" in compiled.done:
+            return None
+        compiled.done.add("compared")
+
+        def look(host: BatchHost) -> None:
+            self._compare(host, count)
+
+        return Watch(compiled.results, count, look)
+
+    def _compares(self, compiled: Compiled, micro: MicroBatches) -> int:
+        """How many micro-batches of a step can be compared with their joined outputs."""
+        if compiled.purpose != "step" or self.options.loss is None:
+            return 0
+        total = 0
+        for index, specs in enumerate(compiled.specs):
+            total += sum(specs[name].bytes for name in compiled.results if name in specs)
+            if total > _MOST:
+                return index
+        return len(micro)
+
+    def _compare(self, host: BatchHost, count: int) -> None:
+        """Compare the losses of so many micro-batches, and warn where they differ."""
+        objective, options = self.options.objective, self.options
+        weights = [float(weight) for weight in host.micro.weights[:count]]
+        if objective.reduction == "mean":
+            if not (total := sum(weights)) > 0:
+                return
+            weights = [weight / total for weight in weights]
+        device = options.here if options.places else _CPU
+        found = difference_of(lambda: Sample.of(host, objective, count, device), objective, weights)
+        if found is not None and found.kind not in self._told:
+            self._told.add(found.kind)
+            some = "" if count == len(host.micro) else f" of the first {count} micro-batches"
+            warnings.warn(advice(found, objective, some), stacklevel=users_level())
+
     def _counts_others(self, compiled: Compiled, microbatches: int) -> bool:
         """Whether the loss may be a mean over others than samples, so that its value for so many
         micro-batches is not that of the batch."""
         terms, replicas = compiled.terms, self.replicas(compiled)
         counted = microbatches * replicas > 1 and any(map(any, terms))
-        if self._warned and replicas == 1:  # only means over targets change the weights
-            counted = counted and all(term is not None and term.told for term in terms[0])
+        known = "graph" in self._told or "suspected" in compiled.done
+        if known and replicas == 1:  # only means over targets change the weights
+            counted = counted and all(term is not None and term.mean for term in terms[0])
         return counted
 
     def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
@@ -70,11 +120,20 @@ class ByDivisors(Weighing):
         every, wrong = [values for _, values in parts], None
         if every[0] and len({*map(len, every)}) == 1:
             weights, wrong = weighed(next(iter(terms), ()), joined_terms(every), weights)
-        if wrong is not None and not self._warned:
-            self._warned = True
-            advice = _advice(objective, wrong, micro.batch)
-            warnings.warn(advice, stacklevel=users_level())
+        if wrong is not None:
+            self._suspect(compiled, micro, wrong)
         return with_weights(micro, weights)
+
+    def _suspect(self, compiled: Compiled, micro: MicroBatches, wrong: Divisor) -> None:
+        """Take note that the graph of a loss tells of a divisor that samples are no measure of:
+        compare the losses of this step, too, or warn where they cannot be."""
+        if self._compares(compiled, micro) > 1:
+            if "suspected" not in compiled.done:
+                compiled.done.add("suspected")
+                compiled.done.discard("compared")
+        elif "graph" not in self._told:
+            self._told.add("graph")
+            warnings.warn(_of_graph(self.options.objective, wrong), stacklevel=users_level())
 
 
 def discarding(compiled: Compiled, weights: Sequence[float]) -> Compiled:
@@ -128,26 +187,22 @@ class Discarding(Wrapping):
         ]
 
 
-def _advice(objective: Objective, wrong: Divisor, batch: Batch) -> str:
-    """The warning that the losses of micro-batches, which are divided by ``wrong``, do not
-    average to the loss of the batch."""
+def _of_graph(objective: Objective, wrong: Divisor) -> str:
+    """The warning that the losses of micro-batches, which are divided by ``wrong``, may not average
+    to the loss of the batch."""
     where = f"the loss ({wrong.line})" if wrong.line else "the loss"
     if wrong.sums:
         return (
             f'{where} is a sum over targets, and reduction="mean" averages it over '
             'micro-batches; give fxpipe.compile(..., reduction="sum"), which adds it up'
         )
-    name = batch.names[wrong.leaves[0] if wrong.leaves else -1]
-    count = (wrong.told or "({} != -100).sum()").replace("{}", name)
-    arguments = "*target" if name.startswith("target[") else "target"
-    if objective.loss is None:
-        arguments = ", ".join(dict.fromkeys(batch.arguments))
+    of = "the model's inputs" if objective.loss is None else "the targets"
     return (
         f"{where} is a mean over targets of which some are ignored, masked or weighted. The "
         "losses of micro-batches are averaged by their samples, which are not in proportion to "
         "these targets: the loss is not that of the whole batch, nor are its gradients. Give "
-        "the weight of a micro-batch in that mean: fxpipe.compile(..., "
-        f"extensions=[fxpipe.LossWeight(lambda {arguments}: {count})])"
+        "fxpipe.compile(..., extensions=[fxpipe.LossWeight(function)]) a function of "
+        f"{of} that returns what the loss of a micro-batch is divided by. See docs/losses.md"
     )
 
 
@@ -182,7 +237,7 @@ def weighed(
         ratios_of.append(ratios)
         if divisor is not None and not _near(ratios, shares):
             wrong.append(divisor)
-    means = all(divisor is not None and divisor.told for divisor in terms)
+    means = all(divisor is not None and divisor.mean for divisor in terms)
     first = ratios_of[0]
     if means and first and all(ratios == first for ratios in ratios_of):
         return first, None

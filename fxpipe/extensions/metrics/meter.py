@@ -109,12 +109,13 @@ def metrics(pipe: Pipeline) -> dict[str, float]:
     stage whose share of them is far larger than predicted.
 
     Returns:
-        ``batches``, ``loss`` and ``grad_norm``; ``compile_seconds``, the time for which the
-        last call of ``step`` compiled, usually 0, and ``seconds``, the rest of its time;
-        ``bubble``, the share of the run for which the devices idle until the last micro-batch
-        is done. Of each stage, by its number, such as ``stage_seconds/0``: the time for which
-        it computed, and ``weight_versions/0`` if batches overlap. ``peak_memory/0``: the most
-        bytes that device 0 is predicted to hold.
+        ``batches``, ``loss`` and ``grad_norm``; ``loss/accuracy`` for a number that the loss
+        returns beside it as "accuracy", weighted as the loss is; ``compile_seconds``, the time
+        for which the last call of ``step`` compiled, usually 0, and ``seconds``, the rest of
+        its time; ``bubble``, the share of the run for which the devices idle until the last
+        micro-batch is done. Of each stage, by its number, such as ``stage_seconds/0``: the time
+        for which it computed, and ``weight_versions/0`` if batches overlap. ``peak_memory/0``: the
+        most bytes that device 0 is predicted to hold.
     """
     engine, shown = pipe._engine, pipe._calls.shown
     meter = engine.meter
@@ -139,7 +140,8 @@ def metrics(pipe: Pipeline) -> dict[str, float]:
         "compile_seconds": meter.compile_seconds,
         "bubble": found.get("bubble"),
     }
-    several = {
+    several: dict[str, Mapping[Any, float]] = {
+        "loss": {} if meter.loss is None or engine.logged is None else engine.logged.read(),
         "stage_seconds": found.get("stage_seconds", {}),
         "peak_memory": dict(enumerate(meter.peaks or ())),
         "weight_versions": dict(enumerate(pipe.weight_versions)),

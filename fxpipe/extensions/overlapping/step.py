@@ -14,15 +14,22 @@ from fxpipe.extensions.overlapping.loss import PendingLoss
 from fxpipe.extensions.overlapping.run import OverlappingRun
 from fxpipe.extensions.overlapping.versions import VersionedWeights
 from fxpipe.runtime.batch import MicroBatches
-from fxpipe.runtime.host import Job, draw_seed
+from fxpipe.runtime.host import Job, Watch, draw_seed
 from fxpipe.runtime.weights.progress import Progress
 
 
-def step(engine: Engine, compiled: Compiled, micro: MicroBatches, *, with_output: bool) -> Any:
+def step(
+    engine: Engine,
+    compiled: Compiled,
+    micro: MicroBatches,
+    *,
+    with_output: bool,
+    watch: Watch | None = None,
+) -> Any:
     """Train on a batch that overlaps with others; the loss that it returns may come later. See
     ``Engine.step``."""
     # the caller may overwrite the batch before all of it is read
-    host = engine.host(compiled, copied_batch(micro), with_output=with_output)
+    host = engine.host(compiled, copied_batch(micro), with_output=with_output, watch=watch)
     engine.progress.optimizers_of(compiled.plan, submits=True)
     if not engine.updates:
         raise InputError(
@@ -46,8 +53,14 @@ def step(engine: Engine, compiled: Compiled, micro: MicroBatches, *, with_output
     lock = engine._lock
     loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
     job = Job(compiled.kernels, host, clipping, compiled.specs)
-    run.step(job, lambda: loss.come(host.loss()), whole=with_output)
-    engine.stashed = run.peak_kept
+
+    def arrived() -> None:
+        loss.come(host.loss())
+        if watch is not None:
+            watch.look(host)
+
+    run.step(job, arrived, whole=with_output)
+    engine.stashed, engine.logged = run.peak_kept, host.logged()
     return (loss.read(), host.output()) if with_output else loss
 
 

@@ -11,6 +11,7 @@ import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from dis import EXTENDED_ARG, opmap
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fxpipe.compiler.guard import KEPT, Guard, Present
+from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.options import Options
 from fxpipe.extensions.python_state.changes import refuse_changes
 from fxpipe.extensions.python_state.snapshot import OUTSIDE, CodeReads, StateSnapshot, top
@@ -121,7 +123,8 @@ class StateGuard(Guard):
             )
 
     def _snapshot(self, reads: CodeReads) -> StateSnapshot:
-        return StateSnapshot(reads, self.options, self.called, self.numbers)
+        watched = replace(self.options, objective=Objective()) if self.calls_loss else self.options
+        return StateSnapshot(reads, watched, self.called, self.numbers)
 
     def _see(self, seen: StateSnapshot, *, same: bool = False) -> None:
         """Compare with a snapshot from now on, which is of the ``same`` state as the last one, or
