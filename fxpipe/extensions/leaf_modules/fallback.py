@@ -6,7 +6,7 @@ called as it is becomes one, too. A line in the model's own ``forward`` is refus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -166,17 +166,27 @@ class Leaves(Fallback):
             kinds = sorted({type(self.called[name]).__name__ for name in names})
             few, listed = len(names) <= 3, ", ".join(map(repr, names))
             LOGGER.warning(
-                "%s cannot be traced at %s. %s therefore called as %s: no cut falls into %s, %s. "
+                "%s cannot be traced at %s. %s therefore called as %s, with %s of the parameters: "
+                "no cut falls into %s, %s. "
                 "compile(..., extensions=[fxpipe.LeafModules(%s)]) does the same without this "
                 "warning",
                 type(self.model).__name__,
                 where,
                 f"{listed if few else f'{len(names)} submodules, {names[0]!r} …,'} "
                 + ("is" if len(names) == 1 else "are"),
-                *(("it is", "it") if len(names) == 1 else ("they are", "them")),
+                "it is" if len(names) == 1 else "they are",
+                _share(self.model, [self.called[name] for name in names]),
+                "it" if len(names) == 1 else "them",
                 _COST,
                 listed if few else ", ".join(kinds),
             )
+
+
+def _share(model: nn.Module, modules: Iterable[nn.Module]) -> str:
+    """The share of a model's parameters that these submodules have."""
+    held = {id(p): p.numel() for module in modules for p in module.parameters()}
+    share = 100 * sum(held.values()) / max(sum(p.numel() for p in model.parameters()), 1)
+    return f"{share:.0f} %" if share >= 1 or not share else "less than 1 %"
 
 
 def _alike(named: Mapping[str, nn.Module], name: str) -> list[str]:

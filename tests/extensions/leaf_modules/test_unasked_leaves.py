@@ -124,6 +124,28 @@ def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
     assert f"{__file__}:" in message
     assert "autograd drives backward in every stage" in message
     assert f"fxpipe.LeafModules({leaf!r})" in message
+    inside, every = (
+        sum(p.numel() for p in module.parameters()) for module in (model.get_submodule(leaf), model)
+    )
+    assert f" is therefore called as it is, with {100 * inside / every:.0f} % of the" in message
+
+
+@pytest.mark.parametrize(
+    ("model", "share"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4), Does(masks), nn.Linear(4, 4)), "33 %"),
+        (lambda: nn.Sequential(nn.Linear(4, 900), nn.Linear(900, 4), Does(masks)), "less than 1 %"),
+        (lambda: nn.Sequential(nn.Tanh(), Does(masks), nn.Tanh(), nn.Tanh()), "100 %"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Does(branches, nn.Tanh()), nn.Tanh()), "0 %"),
+    ],
+)
+def test_the_warning_says_which_share_of_the_parameters_is_called(
+    model: Callable[[], nn.Module], share: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    with told(caplog) as messages:
+        train_both(model(), torch.randn(8, 4), torch.randn(8, 4))
+    assert f", with {share} of the parameters: no cut falls into it" in messages[0]
 
 
 @pytest.mark.smoke
