@@ -101,14 +101,16 @@ class _Watch:
                 f"let the constructor make it: register_buffer({name!r}, torch.zeros(...)), which "
                 "forward writes in place; or run the model once before compile: model(example)",
             )
-        returned = ""
+        cure = f"keep {name} in a buffer (register_buffer) that is written in place, or "
         if isinstance(vars(self._modules[path]).get(name), Tensor):
-            returned = f"return {name} from forward, so that the loss can take it; if it is state, "
+            cure = (
+                f"return {name} from forward to what reads it; if that is no part of the loss, "
+                f"{cure}if the model itself does not read it, "
+            )
         return self._error(
             f"{owner}.{name} (a mutation of Python state: every call changes {owner}.{name}, which "
             "in a graph would stay as it is)",
-            f"{returned}keep {name} in a buffer (register_buffer) that is written in place, or "
-            f"{way_out(path)}",
+            f"{cure}{way_out(path)}",
         )
 
     def _error(self, where: str, cure: str) -> TraceError:

@@ -238,7 +238,7 @@ def test_an_auxiliary_loss_left_on_a_module_is_asked_back_as_an_output_which_wor
     with (
         fxpipe.compile(left, 1, microbatches=2, loss=mse_loss) as pipe,
         pytest.raises(
-            fxpipe.TraceError, match=r"; return auxiliary from forward, so that the loss"
+            fxpipe.TraceError, match=r"; return auxiliary from forward to what reads it; if that"
         ),
     ):
         pipe.step(x, target=x)
