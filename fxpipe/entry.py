@@ -124,9 +124,10 @@ def compile(
             any other mean over something else than samples, give ``fxpipe.LossWeight``. The first
             step is compared with the loss of the joined outputs; if they differ, there is one
             warning, which says why.
-        optimizer: a torch optimizer over the model's parameters; or a function from parameters to
-            an optimizer, called once for all; or a function whose argument is called
-            ``named_parameters``, called once, with pairs of name and parameter of the whole model.
+        optimizer: a torch optimizer over the model's parameters, or a list of optimizers that
+            have different ones; or a function from parameters to these, called once for all; or a
+            function whose argument is called ``named_parameters``, called once, with pairs of name
+            and parameter of the whole model.
             With an optimizer, ``step`` updates the weights, and ``pipe.optimizer`` is one optimizer
             over all stages. Without one, ``step`` adds to ``.grad``.
         clip_norm: the largest norm that the gradients of a batch may have, over all stages, as in

@@ -136,6 +136,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "commit_moments": f"{_HERE}.deferred_batchnorm.moments:commit",
         "merged_moments": f"{_HERE}.deferred_batchnorm.moments:merged_moments",
         "counting": f"{_HERE}.leaf_modules.counting:Counting",
+        "coupled": f"{_HERE}.coupled_updates.coupled:warn_if_coupled",
         "delays": f"{_HERE}.overlapping.delays:too_small",
         "end_with_flush": f"{_HERE}.overlapping.delays:end_with_flush",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",

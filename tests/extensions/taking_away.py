@@ -51,6 +51,7 @@ class Gone(importlib.abc.MetaPathFinder):
 
 DEFAULT = (
     "fxpipe.extensions.any_size",
+    "fxpipe.extensions.coupled_updates",
     "fxpipe.extensions.exact_cut",
     "fxpipe.extensions.fast_trace",
     "fxpipe.extensions.leaf_modules",

@@ -14,6 +14,7 @@ from fxpipe.extensions.checkpoint.content import OptimizerState, ParameterState
 from fxpipe.runtime.weights.live import settings
 from fxpipe.runtime.weights.optimizer import placed
 from fxpipe.runtime.weights.optimizers import Optimizers
+from fxpipe.torchtools.optimizers import class_of
 
 Names = Mapping[nn.Parameter, str]
 """Parameter → its name in the model."""
@@ -26,7 +27,7 @@ def state_of(stages: Optimizers, names: Names) -> OptimizerState:
         CheckpointError: it keeps state that belongs to no parameter.
     """
     optimizer = stages.one()
-    kind = type(optimizer).__qualname__
+    kind = class_of(optimizer)
     strange = [key for key in optimizer.state if key not in names]
     if strange:
         raise CheckpointError(
@@ -92,7 +93,7 @@ def _check(saved: OptimizerState, stages: Optimizers, names: Names) -> None:
     """Raises CheckpointError if the optimizer is of another class than the saved one, or has other
     groups."""
     optimizer = stages.one()
-    kind, groups = type(optimizer).__qualname__, optimizer.param_groups
+    kind, groups = class_of(optimizer), optimizer.param_groups
     cure = "give compile() the optimizer that the checkpoint was made with"
     if kind != saved.kind:
         raise CheckpointError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 
 from fxpipe.errors import InputError, told
 from fxpipe.runtime.weights.live import settings
-from fxpipe.torchtools.optimizers import copy_alone
+from fxpipe.torchtools.optimizers import Several, copy_alone, with_given
 from fxpipe.torchtools.source import bringing_to
 
 OptimizerLike = (
     Optimizer
-    | Callable[[list[nn.Parameter]], Optimizer]
-    | Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+    | Sequence[Optimizer]
+    | Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+    | Callable[[list[tuple[str, nn.Parameter]]], Optimizer | Sequence[Optimizer]]
 )
 
 NAMED = "named_parameters"
@@ -32,8 +33,9 @@ _CURE = "such as lambda parameters: torch.optim.AdamW(parameters)"
 class GivenOptimizer:
     """Makes the optimizer of each stage from the ``optimizer=`` that ``compile`` was given.
 
-    That is an optimizer over the parameters of the whole model, or a function of parameters, or of
-    named ones, that returns one. Each stage gets a copy of it with the stage's parameters, in the
+    That is an optimizer over the parameters of the whole model, or a list of optimizers over parts
+    of them, which are one together; or a function of parameters, or of named ones, that returns
+    one of these. Each stage gets a copy of it with the stage's parameters, in the
     same groups.
 
     Attributes:
@@ -50,7 +52,7 @@ class GivenOptimizer:
         self._given: Any = given
         self._model = model
         self._known = dict(model.named_parameters(remove_duplicate=False))
-        if isinstance(given, Optimizer):
+        if isinstance(given, Optimizer | list | tuple):
             self.whole = self._checked(_optimizer(given), "the optimizer")
         elif not callable(given):
             text, kind = repr(given), type(given).__name__
@@ -120,17 +122,18 @@ class GivenOptimizer:
 def refuse_step_hooks(whole: Optimizer, what: str) -> None:
     """Raises InputError if the whole optimizer has hooks on its step, or another step than its
     class's: the stages' optimizers, copies of it, would call neither."""
-    if whole._optimizer_step_pre_hooks or whole._optimizer_step_post_hooks:
-        has = "a hook on its step"
-        cure = "the handle that register_step_post_hook gave has .remove()"
-    elif step_of(whole) is not None:
-        has, cure = "a step of its own in place of its class's", "del optimizer.step"
-    else:
-        return
-    raise InputError(
-        f"{what} has {has}, which no step of a pipe would call, as each stage updates on its own; "
-        f"remove it ({cure}), and do after pipe.step() what it did"
-    )
+    for each in with_given(whole):
+        if each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks:
+            has = "a hook on its step"
+            cure = "the handle that register_step_post_hook gave has .remove()"
+        elif step_of(each) is not None:
+            has, cure = "a step of its own in place of its class's", "del optimizer.step"
+        else:
+            continue
+        raise InputError(
+            f"{what} has {has}, which no step of a pipe would call, as each stage updates on its "
+            f"own; remove it ({cure}), and do after pipe.step() what it did"
+        )
 
 
 def step_of(optimizer: Optimizer) -> Any:
@@ -152,8 +155,20 @@ def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
 
 
 def _optimizer(value: object) -> Optimizer:
-    """Return an optimizer. Raises InputError if it is none, wraps another optimizer, or has a step
-    that needs a closure."""
+    """Return an optimizer, or several as one. Raises InputError if it is none, wraps another
+    optimizer, or has a step that needs a closure, or if two of several have the same parameter."""
+    if isinstance(value, list | tuple) and value and all(isinstance(x, Optimizer) for x in value):
+        optimizers = [*map(_optimizer, value)]
+        seen: set[int] = set()
+        for optimizer in optimizers:
+            own = {*map(id, _parameters(optimizer))}
+            if own & seen:
+                raise InputError(
+                    f"{type(optimizer).__name__} has a parameter that an optimizer before it in "
+                    "the list has, too; give each parameter to one of them"
+                )
+            seen |= own
+        return optimizers[0] if len(optimizers) == 1 else Several(optimizers)
     if not isinstance(value, Optimizer):
         what = "nothing" if value is None else f"a {type(value).__name__}"
         raise InputError(

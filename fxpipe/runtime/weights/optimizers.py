@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import InputError
-from fxpipe.extend import find
+from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, bring, refuse_step_hooks
+from fxpipe.torchtools.optimizers import Several, with_given
 
 
 class Optimizers:
@@ -66,6 +67,8 @@ class Optimizers:
     def close(self) -> None:
         """Leave the whole optimizer to its user, as an ordinary one."""
         self._fetch()
+        if isinstance(whole := self._given.whole, Several):
+            whole.hand_back()
         for hook in self._hooks:
             hook.remove()
 
@@ -88,6 +91,8 @@ class Optimizers:
             if name in self.others:
                 whole.state.pop(parameter, None)
         bring(whole)
+        if (warn := option("coupled")) is not None:
+            warn(whole, len([*filter(None, stages)]))
         made = tuple(None if stage is None else self._given.of(stage) for stage in owned)
         self.made = made
         self._sent.clear()
@@ -139,7 +144,8 @@ class Optimizers:
             )
         self.submit()
         # learning-rate schedulers check this flag, and warn of a wrong order
-        whole._opt_called = True  # type: ignore[attr-defined]
+        for each in with_given(whole):
+            each._opt_called = True  # type: ignore[attr-defined]
 
     def submit(self) -> None:
         """Copy to the stages the settings that changed in the whole optimizer since they were last

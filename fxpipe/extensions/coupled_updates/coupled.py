@@ -1,0 +1,80 @@
+"""Warn of an optimizer whose update of one parameter depends on the gradients of others.
+
+d = estimate over the gradients of all parameters     Prodigy, D-Adaptation
+parameter -= d * its own gradient
+
+Each stage steps by itself, so its estimate would be one over its own parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fxpipe.runtime.weights.live import settings
+from fxpipe.torchtools.accelerator import random_kept
+from fxpipe.torchtools.optimizers import class_of, copy_alone, parts_of
+from fxpipe.torchtools.source import users_level
+
+_STEPS = 40
+"""How many steps are tried, all downhill: the first ones may only begin an estimate."""
+
+_SIZE = 4
+"""The rows and columns of a parameter that is tried."""
+
+
+def warn_if_coupled(optimizer: Optimizer, stages: int) -> None:
+    """Warn if an optimizer, which is to step so many stages by themselves, computes updates across
+    parameters."""
+    if stages > 1 and is_coupled(optimizer):
+        warnings.warn(
+            f"{class_of(optimizer)} computes the update of a parameter from the gradients of other "
+            "ones, too, as by an estimate or a norm over all, and each stage steps by itself: its "
+            "updates are not those of the model on one device. Leave out optimizer=, and step it "
+            "yourself: pipe.step(...), optimizer.step(), optimizer.zero_grad()",
+            stacklevel=users_level(),
+        )
+
+
+def is_coupled(optimizer: Optimizer) -> bool:
+    """Whether the update of one parameter depends on the gradients of others, in a few steps of a
+    copy of the optimizer on small parameters. False if it cannot step these. PyTorch's own
+    optimizers update each parameter by itself."""
+    if all(type(part).__module__.startswith("torch.optim.") for part in parts_of(optimizer)):
+        return False
+    with random_kept(()), torch.inference_mode(False), torch.no_grad():
+        try:
+            alone, among = _tried(optimizer, 1.0), _tried(optimizer, -8.0)
+        except Exception:
+            return False
+    return not all(map(_same, alone, among))
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are equal; NaN, where steps are too long, equals NaN."""
+    return torch.equal(first.nan_to_num(), second.nan_to_num())
+
+
+def _tried(optimizer: Optimizer, scale: float) -> list[Tensor]:
+    """The first parameter of each group after some steps. The gradients of the others, which are
+    as many and of the same size, are multiplied by ``scale`` in every other step."""
+    torch.manual_seed(0)
+    pairs = [
+        [nn.Parameter(torch.randn(_SIZE, _SIZE)) for _ in range(2)] for _ in optimizer.param_groups
+    ]
+    groups: list[dict[str, Any]] = [
+        {**settings(group), "params": pair}
+        for group, pair in zip(optimizer.param_groups, pairs, strict=True)
+    ]
+    stepped = copy_alone(optimizer, groups)
+    slopes = [(torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)) for _ in pairs]
+    for step in range(_STEPS):
+        for (first, other), slope in zip(pairs, slopes, strict=True):
+            first.grad, other.grad = slope[0].clone(), slope[1] * (scale if step % 2 else 1.0)
+        torch.manual_seed(0)  # for what the step draws
+        type(optimizer).step(stepped)
+    return [first for first, _ in pairs]
