@@ -135,3 +135,53 @@ def test_the_first_evaluation_leaves_delayed_weights_as_they_were(schedule: str)
     """It traces the model on the first device, which must not look like a change by the user."""
     setting = Setting("dropout", {"schedule": schedule}, extra="evaluation")
     assert not on_devices(compare, setting, PLACES, MODES[:1])
+
+
+class Annealed(nn.Module):
+    """Reads a number of its own, which changes at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.beta = nn.Linear(4, 16), nn.Linear(16, 3), 0.5
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.first(x)) * scale) * self.beta
+        return y
+
+
+def annealed(devices: Sequence[str], schedule: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, made = Annealed(), []
+    with fxpipe.compile(
+        model,
+        devices,
+        schedule=schedule,
+        microbatches=4,
+        loss=cross_entropy,
+        partition=["last"],
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5),
+    ) as pipe:
+        for step in range(5):
+            model.beta = 1 + step / 4
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            made.append(pipe.step(x, 1 + step / 2, target=torch.arange(8) % 3))
+        pipe.flush()
+        return [x.cpu() + 0 for x in (*made, *pipe.state_dict().values())]
+
+
+def anneals(schedule: str) -> list[str]:
+    from tests.simcuda import cuda
+
+    wanted = annealed(["cpu"] * 2, schedule)
+    wrong = []
+    for mode, seed in MODES:
+        cuda.configure(cuda.Mode(mode), seed)
+        if not all(map(torch.equal, annealed(PLACES, schedule), wanted)):
+            wrong.append(f"other numbers in mode {mode}")
+        wrong += cuda.take().races
+    return wrong
+
+
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
+def test_numbers_that_change_reach_devices_with_their_batch(schedule: str) -> None:
+    assert not on_devices(anneals, schedule)
