@@ -97,8 +97,8 @@ LOWERING = {
     ),
     "memory is freed while another device copies it": Fault(
         STREAMS,
-        "for spot in (self._made.get(place), *self._used[place]):",
-        "for spot in (self._made.get(place),):",
+        "for spot in self._used[device].get(value, ()):",
+        "for spot in ():",
         "tests/extensions/streams/test_races.py",
     ),
 }

@@ -35,24 +35,24 @@ class Fault(NamedTuple):
 FAULTS = {
     # the pass that chooses streams and events
     "a computation does not wait for its inputs": Fault(
-        STREAMS, "needs.add(_before(self._made.get((device, buffer[:5])), buffer))", "pass"
+        STREAMS,
+        "for buffer in self._uses[device][at]:\n            if (spot",
+        "for buffer in ():\n            if (spot",
     ),
     "an arrival does not wait for memory": Fault(STREAMS, "needs.add(memory)", "pass"),
     "a receive does not wait for its sender": Fault(
-        STREAMS,
-        "needs.add(_before(self._made.get((program.origin(x), x.buffer[:5])), x.buffer))",
-        "pass",
+        STREAMS, "needs.add(_before(spot, x.buffer))", "pass"
     ),
     "a free does not wait for the uses": Fault(
-        STREAMS, "(self._made.get(place), *self._used[place])", "(self._made.get(place),)"
+        STREAMS, "for spot in self._used[device].get(value, ()):", "for spot in ():"
     ),
     "a free does not wait for copies to other devices": Fault(
-        STREAMS, "self._used[origin].append(_Spot(device, at, x.buffer.batch))", "pass"
+        STREAMS, "self._used[program.origin(x)][x.buffer[:5]].append(spot)", "pass"
     ),
     "a free does not wait for its value to be made": Fault(
         STREAMS,
-        "(self._made.get(place), *self._used[place])",
-        "self._used[place]",
+        "if (spot := made.get(value)) is not None:",
+        "if False:",
         ("1f1b", "offload", "2bw"),
         "each value is read on its device, and whatever reads it waits until it is made",
     ),
@@ -60,7 +60,7 @@ FAULTS = {
         STREAMS, "memory = self._window_before(device)", "memory = None", ("2bw",)
     ),
     "nobody waits for the own device": Fault(
-        STREAMS, "if key[1:] == (device, stream):", "if key[1] == device:"
+        STREAMS, "if source == stream and spot.device == device:", "if spot.device == device:"
     ),
     "a stream that has waited once waits no more": Fault(
         STREAMS, "if spot.batch or spot.position > seen.get(key, -1):", "if key not in seen:"
@@ -73,8 +73,8 @@ FAULTS = {
     ),
     "an event is recorded one instruction early": Fault(
         STREAMS,
-        "Event(numbers[device, at]) if (device, at) in numbers else None",
-        "Event(numbers[device, at + 1]) if (device, at + 1) in numbers else None",
+        "Event(numbers[device][at]) if at in numbers[device] else None",
+        "Event(numbers[device][at + 1]) if at + 1 in numbers[device] else None",
     ),
     "only the latest event is waited for": Fault(
         STREAMS,
@@ -224,6 +224,9 @@ FAULTS = {
         "made = self._after_caller(_stream(self.device))",
         "made = _stream(self.device)",
         ("computed inputs",),
+    ),
+    "a device that only an earlier batch was on is forgotten": Fault(
+        LANES, "{**self._before, **before}", "before", ("inputs here and there",)
     ),
     "streams of a copy's source do not follow the caller": Fault(
         LANES,

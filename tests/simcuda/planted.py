@@ -7,11 +7,14 @@ import gc
 import importlib
 import inspect
 import signal
+import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -65,18 +68,20 @@ def _scene(model: str, schedule: str, **given: Any) -> Scene:
     return Scene(partial(_trained, setting), setting.may_wait)
 
 
-def _computed(where: int, warm: bool, schedule: str, devices: Sequence[Any], look: Look) -> Values:
-    """Inputs that the caller's streams are still computing, and overwrite after the step. If
-    ``warm``, those of the first step are on the CPU."""
+def _computed(
+    where: Sequence[int | None], schedule: str, devices: Sequence[Any], look: Look
+) -> Values:
+    """Inputs that the caller's streams are still computing, and overwrite after the step; those of
+    each step on the device of this index, or for None on the CPU."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     made = {}
     options: dict[str, Any] = {"microbatches": 4, "loss": cross_entropy, "optimizer": sgd}
     with fxpipe.compile(model, devices, schedule=schedule, partition=["2"], **options) as pipe:
-        for step in range(4):
+        for step, index in enumerate(where):
             x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(step)), torch.arange(8)
-            if look and (step or not warm):
-                x, y = x.to(f"cuda:{where}"), y.to(f"cuda:{where}")
+            if look and index is not None:
+                x, y = x.to(f"cuda:{index}"), y.to(f"cuda:{index}")
             x, y = x * 2, y % 3
             if look:
                 look()
@@ -90,10 +95,38 @@ def _computed(where: int, warm: bool, schedule: str, devices: Sequence[Any], loo
         return {name: value.cpu() + 0 for name, value in made.items()}
 
 
+def _held_up(devices: Sequence[Any], look: Look) -> Values:
+    """The same where each device copies from another for the first time only once the caller has
+    begun the next step, whose batch is elsewhere."""
+    from fxpipe.extensions.streams.lanes import Lanes
+
+    begin, leaving = Lanes.begin, Lanes._leaving_stream
+    begun, changed = Counter[int](), threading.Condition()
+
+    def counted(self: Lanes, before: Mapping[torch.device, torch.Event]) -> None:
+        begin(self, before)
+        with changed:
+            begun[id(self)] += 1
+            changed.notify_all()
+
+    def held(self: Lanes, stream: str, source: torch.device) -> torch.Stream:
+        with changed:
+            if stream == "in" and (stream, source) not in self._leaving:
+                now = begun[id(self)]
+                changed.wait_for(lambda: begun[id(self)] > now, timeout=1)
+        return leaving(self, stream, source)
+
+    with (
+        patch.object(Lanes, "begin", counted),
+        patch.object(Lanes, "_leaving_stream", held),
+    ):
+        return _computed([None, 2, None, 2, None], "2bw", devices, look)
+
+
 def _all_computed(schedule: str, devices: Sequence[Any], look: Look) -> Values:
     made: dict[str, Tensor] = {}
     for where in range(2):
-        values = _computed(where, False, schedule, devices, look)
+        values = _computed([where] * 4, schedule, devices, look)
         made |= {f"{name} from {where}": value for name, value in values.items()}
     return made
 
@@ -131,7 +164,8 @@ SCENES = {
     "pinned": _scene("dropout", "1f1b", inputs="pinned"),
     "computed inputs": Scene(partial(_all_computed, "1f1b")),
     "computed 2bw": Scene(partial(_all_computed, "2bw")),
-    "inputs elsewhere": Scene(partial(_computed, 2, True, "1f1b"), options={"devices": 3}),
+    "inputs elsewhere": Scene(partial(_computed, [None, 2, 2, 2], "1f1b"), options={"devices": 3}),
+    "inputs here and there": Scene(_held_up, options={"devices": 3}),
     "call": Scene(_called, modes=(LAZY, RANDOM)),
     "ignored targets": Scene(_ignored),
     "captured": Scene(partial(_captured, Setting("unet", {"schedule": "1f1b"}))),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fxpipe
 from examples.unet import UNet
 from fxpipe.errors import ExecutionError, InputError
-from fxpipe.extensions.offload import opcodes
+from fxpipe.extensions.offload import opcodes, storing
 from fxpipe.extensions.offload.add_offload import add_offload
 from fxpipe.extensions.offload.storing import FileMemory
 from fxpipe.ir.schedule import Schedule
@@ -94,33 +94,45 @@ def test_gradients_are_those_of_the_loop(schedule: Any, devices: int, options: A
     loop.assert_same(dict(model.named_buffers()), dict(alone.named_buffers()))
 
 
-def test_what_others_hold_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, buffers and the caller's batch are kept for backward, too; storing frees nothing."""
+@pytest.mark.smoke
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_what_others_hold_stays_where_it_is(
+    recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, buffers, what forwards have written to them, and the caller's batch are kept for
+    backward, too; storing frees nothing."""
 
     class Scaled(nn.Module):
+        seen: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 2))
             self.register_buffer("scale", torch.randn(8))
+            self.register_buffer("seen", torch.zeros(8))
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.layer(x) * self.scale) * self.weight.flatten() * x
+            self.seen += x.detach().mean(0)
+            y = torch.tanh(self.layer(x) * self.scale) * self.weight.flatten() * x
+            return y * self.seen
 
     model, x, y = nn.Sequential(Scaled(), Scaled()), torch.randn(8, 8), torch.randn(8, 8)
     held = [*model.parameters(), *model.buffers(), x, y]
     count = 0
-    begin = FileMemory.__init__
+    begin = storing.memory_of
 
-    def storing(self: FileMemory, device: int, memories: list[Tensor]) -> None:
+    def watched(machine: Any, memories: list[Tensor]) -> Any:
         nonlocal count
         count += len(memories)
-        theirs = {tensor.untyped_storage().data_ptr() for tensor in held}
-        assert theirs.isdisjoint(memory.untyped_storage().data_ptr() for memory in memories)
-        begin(self, device, memories)
+        those = *held, *machine.store.state.values()
+        theirs = {tensor.untyped_storage().data_ptr() for tensor in those}
+        assert theirs.isdisjoint(memory.data_ptr() for memory in memories)
+        return begin(machine, memories)
 
-    monkeypatch.setattr(FileMemory, "__init__", storing)
+    monkeypatch.setattr(storing, "memory_of", watched)
     options: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "extensions": ["offload"]}
-    with fxpipe.compile(model, 2, loss=nn.functional.mse_loss, **options) as pipe:
+    options |= {"recompute": recompute, "loss": nn.functional.mse_loss}
+    with fxpipe.compile(model, 2, **options) as pipe:
         pipe.step(x, target=y)
     assert count
 
