@@ -1,11 +1,12 @@
 """Run GPU scripts, each in a process that is killed when its time is up.
 
 ``python -m benchmarks.gpu`` runs all scripts; ``python -m benchmarks.gpu right`` runs those of one
-call, in less than ten minutes. ``--dry-run`` tries either on CPU devices.
+call, within minutes. ``--dry-run`` tries either on CPU devices.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from time import perf_counter
@@ -14,9 +15,6 @@ from typing import NamedTuple
 from benchmarks.gpu.limited import limited
 from benchmarks.gpu.setting import arguments
 from benchmarks.gpu.workloads import NAMES
-
-MINUTES = 9.5
-"""The most minutes that a call takes."""
 
 
 class Part(NamedTuple):
@@ -47,25 +45,28 @@ EVERYTHING = (
     *(part(f"memory --models {name}") for name in ("unet", "gpt2")),
 )
 
+
+class Call(NamedTuple):
+    """Scripts to run one after another, and the most minutes that they take together."""
+
+    minutes: float
+    parts: tuple[Part, ...]
+
+
 CALLS = {
-    "right": (part("right", 7.5, grace=2.0),),
-    "speed": (
-        part("spin", 1.5),
-        part("stages --models gpt2 --dispatch thread", 2.5),
-        part("stages --models unet --batch 32 --stages 1 2 8", 2.5),
-    ),
-    "overlap": (
-        part("overlap", 1.5),
-        part("scaling --models unet --devices 1 8 --microbatches 32", 2.0),
-        part("ablation", 3.0),
-    ),
-    "memory": tuple(
-        part(f"memory --models {name} --schedules 1f1b 2bw --modes never always", 3.5)
-        for name in ("gpt2", "unet")
+    "right": Call(5.5, (part("right --processes 12 --seconds 60", 4.0, 1.5),)),
+    "figures": Call(
+        7.0,
+        (
+            part("spin", 1.0, 0.5),
+            part("overlap", 1.0, 0.5),
+            part("memory --models gpt2 --schedules 1f1b 2bw --modes never always", 1.5, 0.5),
+            part("stages --models gpt2 --dispatch thread --stages 1 2 8", 1.5, 0.5),
+        ),
     ),
 }
-"""The first half hour on a GPU, a question each: are results right, how fast is it, what of the
-copies is hidden and how does it scale, and is memory as predicted?"""
+"""The first quarter of an hour on a GPU: are results right; and how long do devices wait for hosts,
+what of the copies is hidden, is memory as predicted, and what do stages cost?"""
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -73,23 +74,27 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.set_defaults(minutes=None)
     parser.add_argument("call", nargs="?", choices=CALLS, help="by default all scripts are run")
+    parser.add_argument(
+        "--sanitizer", action="store_true", help="for the tests: see benchmarks.gpu.right --help"
+    )
     own = parser.parse_args(given)
     handed = ["--rounds", str(own.rounds), *(["--dry-run"] if own.dry_run else [])]
     if own.output is not None:
         handed += ["--output", str(own.output.resolve())]
     start = perf_counter()
     failed = []
-    for words, usual, grace in CALLS.get(own.call, EVERYTHING):
+    most, parts = CALLS.get(own.call, Call(math.inf, EVERYTHING))
+    for words, usual, grace in parts:
         name = " ".join(words)
         minutes = usual if own.minutes is None else own.minutes
-        limit = minutes + grace
-        if own.call is not None:
-            limit = min(limit, MINUTES - (perf_counter() - start) / 60)
+        limit = min(minutes + grace, most - (perf_counter() - start) / 60)
         if limit <= 0:
             failed.append(f"{name} (no time was left)")
             continue
         print(name, flush=True)
         module, *arguments_ = words
+        if own.sanitizer and module == "right":
+            arguments_.append("--sanitizer")
         command = [sys.executable, "-m", f"benchmarks.gpu.{module}", *arguments_, *handed]
         status, _ = limited([*command, "--minutes", str(minutes)], 60 * limit)
         if status is None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
-from benchmarks.gpu.groups import Groups, GroupsError, split
+from benchmarks.gpu.groups import Groups, split
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import Workload, balance, begins, layers, workload
@@ -29,6 +29,8 @@ from benchmarks.report import Figure, Grid
 from fxpipe.extensions.streams.events import Streams
 
 SECONDS = 15.0
+
+TITLE = "U-Net without and with overlapped copies, direct skips and CUDA graphs"
 
 SGD = partial(torch.optim.SGD, lr=1e-4)
 
@@ -117,7 +119,7 @@ VARIANTS = (
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 1 if a row is missing, 2 if the GPU cannot be split."""
+    """Run the benchmark; returns 1 if a row is missing, or the GPU cannot be split."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--devices", type=int, help="by default 4, in a dry run 2")
     parser.add_argument("--microbatches", type=int, help="by default 16, in a dry run 4")
@@ -133,9 +135,10 @@ def main(given: Sequence[str] | None = None) -> int:
     work = workload("unet", setting, own.batch)
     try:
         groups = split(setting, count)
-    except GroupsError as error:
-        print(error, file=sys.stderr)
-        return 2
+    except Exception as error:  # whatever the driver's bindings raise
+        rows = Rows(setting, "ablation", TITLE, {})
+        rows.lose("groups of multiprocessors", error)
+        return rows.end()
     settings: dict[str, str | int] = {
         "model": work.name,
         "batch": work.batch,
@@ -147,8 +150,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "skips handed on": "each stage copies them once, besides the copy between devices",
         "memory": "the peak of a step on the whole GPU, by torch's allocator",
     }
-    title = "U-Net without and with overlapped copies, direct skips and CUDA graphs"
-    rows = Rows(setting, "ablation", title, settings)
+    rows = Rows(setting, "ablation", TITLE, settings)
     cells: list[tuple[str, ...]] = []
     rows.grids.append(Grid(("variant", "samples a second", "memory"), cells))
     for variant in VARIANTS:

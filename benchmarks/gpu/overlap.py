@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 import fxpipe
-from benchmarks.gpu.groups import GroupsError, split
+from benchmarks.gpu.groups import split
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
@@ -36,6 +36,8 @@ from fxpipe.ir.program import Program
 WARM_UP = 3
 STEPS = 3
 """Steps that are profiled."""
+
+TITLE = "Copies that run under computations"
 
 SGD = partial(torch.optim.SGD, lr=1e-4)
 Spans = Sequence[tuple[float, float]]
@@ -62,7 +64,7 @@ class Lane(NamedTuple):
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 1 if a row is missing, 2 if the GPU cannot be split."""
+    """Run the benchmark; returns 1 if a row is missing, or the GPU cannot be split."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=["unet"])
     parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b"])
@@ -75,9 +77,10 @@ def main(given: Sequence[str] | None = None) -> int:
     parts = own.microbatches or (4 if setting.dry_run else 16)
     try:
         groups = split(setting, count)
-    except GroupsError as error:
-        print(error, file=sys.stderr)
-        return 2
+    except Exception as error:  # whatever the driver's bindings raise
+        rows = Rows(setting, "overlap", TITLE, {})
+        rows.lose("groups of multiprocessors", error)
+        return rows.end()
     settings: dict[str, str | int] = {
         "batches": ", ".join(str(workload(n, setting, own.batch).batch) for n in own.models),
         "micro-batches": parts,
@@ -86,7 +89,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "profile": f"{STEPS} steps; arrivals on a device under that device's own tasks",
         "kernels": f"{STEPS} steps; streams that only copy under kernels of any other stream",
     }
-    rows = Rows(setting, "overlap", "Copies that run under computations", settings)
+    rows = Rows(setting, "overlap", TITLE, settings)
     cells: list[tuple[str, ...]] = []
     lanes: list[tuple[str, ...]] = []
     rows.grids += [

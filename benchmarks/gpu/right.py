@@ -53,9 +53,19 @@ def main(given: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--processes", type=int, default=4, help="tests that run at once")
     parser.add_argument("--seconds", type=float, default=90.0, help="time limit of a test")
+    parser.add_argument(
+        "--sanitizer",
+        action="store_true",
+        help="let torch watch for streams that read or write the same memory in no order",
+    )
     setting, own = read(parser, given)
-    settings = {"processes": own.processes, "limit": f"{own.seconds:g} s a test"}
-    rows = Rows(setting, "right", "The tests that need a GPU", settings)
+    settings = {
+        "processes": own.processes,
+        "limit": f"{own.seconds:g} s a test",
+        "TORCH_CUDA_SANITIZER": "1" if own.sanitizer else "not set",
+    }
+    name = "right-sanitizer" if own.sanitizer else "right"
+    rows = Rows(setting, name, "The tests that need a GPU", settings)
     cells: list[tuple[str, ...]] = []
     rows.grids.append(Grid(("test", "outcome", "seconds"), cells))
     tests: list[str] = []
@@ -64,8 +74,9 @@ def main(given: Sequence[str] | None = None) -> int:
     if setting.dry_run:
         tests = tests[::OF_A_DRY_RUN]
     count: Counter[str] = Counter()
+    run_one = partial(run, seconds=own.seconds, setting=setting, sanitizer=own.sanitizer)
     with ThreadPoolExecutor(own.processes) as pool:
-        for ran in pool.map(partial(run, seconds=own.seconds, setting=setting), tests):
+        for ran in pool.map(run_one, tests):
             count[ran.outcome] += 1
             cells.append((ran.test, ran.outcome, f"{ran.seconds:.1f}"))
             print(f"{ran.outcome:8} {ran.test}", flush=True)
@@ -92,12 +103,18 @@ def collect(file: str, seconds: float) -> list[str]:
     return [f"{file}::{name}" for name in names if name]
 
 
-def run(test: str, seconds: float, setting: Setting) -> Ran:
+def run(test: str, seconds: float, setting: Setting, sanitizer: bool = False) -> Ran:
     """Run one test, in a process that is killed when its time is up."""
     if setting.over:
         return Ran(test, "not run", 0.0, "no time was left")
     start = perf_counter()
-    status, output = limited([*PYTEST, "-q", "-rs", test], seconds, **TOGETHER)
+    how = {**TOGETHER, "env": {**ENVIRONMENT, "TORCH_CUDA_SANITIZER": "1"}}
+    try:
+        status, output = limited(
+            [*PYTEST, "-q", "-rs", test], seconds, **(how if sanitizer else TOGETHER)
+        )
+    except Exception as error:  # such as one of the system, which has no process left
+        return Ran(test, "not run", 0.0, f"E {type(error).__name__}: {error}")
     match status:
         case None:
             outcome = f"took more than {seconds:g} s"

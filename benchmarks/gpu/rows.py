@@ -71,12 +71,16 @@ class Rows:
         try:
             return measure()
         except Exception as error:
-            traceback.print_exc()
-            text = f"{type(error).__name__}: {error}".replace("|", "/").split()
-            self.missing[row] = " ".join(text)[:LONGEST]
+            self.lose(row, error)
             return None
         finally:
             self._tidy()
+
+    def lose(self, row: str, error: Exception) -> None:
+        """Note why a row is missing. Call it where the error is handled."""
+        traceback.print_exc()
+        text = f"{type(error).__name__}: {error}".replace("|", "/").split()
+        self.missing[row] = " ".join(text)[:LONGEST]
 
     def publish(self) -> None:
         """Write what there is."""

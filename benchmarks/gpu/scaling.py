@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import fxpipe
-from benchmarks.gpu.groups import Groups, GroupsError, split
+from benchmarks.gpu.groups import Groups, split
 from benchmarks.gpu.rows import Rows
 from benchmarks.gpu.setting import HOW, Setting, add_dispatch, arguments, read
 from benchmarks.gpu.workloads import NAMES, Workload, workload
@@ -27,13 +27,15 @@ MICROBATCHES = (1, 4, 32)
 SECONDS = 8.0
 """Time for the steps of a cell."""
 
+TITLE = "One GPU split into virtual devices"
+
 SGD = partial(torch.optim.SGD, lr=1e-4)
 Cells = dict[tuple[int, int], float | None]
 """Micro-batches and devices → samples a second; None where it is not measured."""
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 1 if a cell is missing, 2 if the GPU cannot be split."""
+    """Run the benchmark; returns 1 if a cell is missing, or the GPU cannot be split."""
     parser = arguments(str(__doc__).partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=NAMES, default=["unet", "amoebanet"])
     parser.add_argument("--devices", nargs="+", type=int, help=f"by default {DEVICES}")
@@ -45,11 +47,13 @@ def main(given: Sequence[str] | None = None) -> int:
     setting, own = read(parser, given)
     counts = sorted(own.devices or ((1, 2) if setting.dry_run else DEVICES))
     parts = sorted(own.microbatches or ((1, 4) if setting.dry_run else MICROBATCHES))
+    name = "-".join(["scaling", *own.models])
     try:
         groups = split(setting, counts[-1])
-    except GroupsError as error:
-        print(error, file=sys.stderr)
-        return 2
+    except Exception as error:  # whatever the driver's bindings raise
+        rows = Rows(setting, name, TITLE, {})
+        rows.lose("groups of multiprocessors", error)
+        return rows.end()
     settings: dict[str, str | int] = {
         "batches": ", ".join(str(workload(n, setting, own.batch).batch) for n in own.models),
         "groups": f"{counts[-1]} of {groups.multiprocessors} multiprocessors, {groups.how}",
@@ -59,8 +63,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "balance": "fxpipe's own",
         "cells": "–: not measured",
     }
-    name = "-".join(["scaling", *own.models])
-    rows = Rows(setting, name, "One GPU split into virtual devices", settings)
+    rows = Rows(setting, name, TITLE, settings)
     for model in own.models:
         work = workload(model, setting, own.batch)
         before = list(rows.grids)

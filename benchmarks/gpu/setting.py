@@ -68,13 +68,14 @@ class Setting:
 
         Args:
             steps: name → what to time.
-            limit: seconds after which no more rounds are begun.
+            limit: seconds after which no more rounds are begun; nor are they where the script's
+                time is up.
         """
         warm_up = 1 if self.dry_run else WARM_UP
         found: dict[str, list[float]] = {name: [] for name in steps}
         start = perf_counter()
         for index in range(warm_up + self.rounds):
-            if index >= warm_up + LEAST and perf_counter() - start > limit:
+            if index >= warm_up + LEAST and (perf_counter() - start > limit or self.over):
                 break
             for name, step in steps.items():
                 self.synchronize()

@@ -160,7 +160,7 @@ def _tiny() -> dict[str, Workload]:
         "amoebanet": Workload(
             "tiny AmoebaNet-D", lambda: AmoebaNetD(3, 16, 5), _images(64, 5), cross_entropy, 8
         ),
-        "gpt2": Workload("tiny GPT-2", lambda: GPT2(29, 6, 2, 8, 2), _tokens(29, 6), next_words, 8),
+        "gpt2": Workload("tiny GPT-2", lambda: GPT2(29, 6, 7, 8, 2), _tokens(29, 6), next_words, 8),
         "resnet": Workload(
             "tiny ResNet", lambda: ResNet((1, 1), 2, 5), _images(16, 5), cross_entropy, 8
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import fxpipe
 from benchmarks.gpu import __main__ as calls
 from benchmarks.gpu import ablation, memory, overlap, right, scaling, spin, stages
 from benchmarks.gpu.limited import limited
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import LEAST, Setting
 from benchmarks.gpu.workloads import workload
 from fxpipe.extensions.simulator.unroll import unroll
 from fxpipe.ir.instruction import Arrival
@@ -31,7 +32,7 @@ DRY = Setting(True, torch.device("cpu"), Path(), 0.0, 1)
 
 RUNS: list[tuple[Callable[[Sequence[str]], int], str]] = [
     (spin.main, "--schedules 1f1b"),
-    (stages.main, "--models gpt2 --stages 2"),
+    (stages.main, "--models gpt2 --stages 8"),
     (scaling.main, "--models gpt2 --devices 1 2 --microbatches 2"),
     (ablation.main, ""),
     (overlap.main, "--models gpt2 --schedules 1f1b"),
@@ -46,7 +47,7 @@ SCRIPTS = {
     "spin": spin,
     "stages": stages,
 }
-PARTS = [*calls.EVERYTHING, *itertools.chain(*calls.CALLS.values())]
+PARTS = [*calls.EVERYTHING, *itertools.chain(*(call.parts for call in calls.CALLS.values()))]
 
 
 @pytest.mark.parametrize(("main", "own"), some(RUNS))
@@ -131,8 +132,26 @@ def test_a_call_ends_in_time_though_every_script_takes_all_of_its_own(
     monkeypatch.setattr(calls, "limited", take)
     monkeypatch.setattr(calls, "perf_counter", lambda: now)
     assert calls.main([call]) == 1
-    assert now <= 570
-    assert capsys.readouterr().out.count("(killed after") == len(calls.CALLS[call])
+    most, parts = calls.CALLS[call]
+    assert now <= 60 * most
+    assert capsys.readouterr().out.count("(killed after") == len(parts)
+
+
+def test_the_calls_of_a_quarter_of_an_hour_leave_few_files() -> None:
+    assert sum(60 * call.minutes for call in calls.CALLS.values()) <= 750
+    assert all(2 * len(call.parts) <= 8 for call in calls.CALLS.values())
+
+
+def test_only_the_tests_run_under_the_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, bool] = {}
+
+    def take(command: Sequence[str], seconds: float) -> tuple[int, str]:
+        given[command[2]] = "--sanitizer" in command
+        return 0, ""
+
+    monkeypatch.setattr(calls, "limited", take)
+    assert calls.main(["--sanitizer"]) == 0
+    assert [name for name, under in given.items() if under] == ["benchmarks.gpu.right"]
 
 
 def test_a_script_that_fails_does_not_keep_the_next_from_running(
@@ -183,6 +202,60 @@ def test_each_test_of_the_gpu_runs_by_itself(
     }
     whys = {name.rpartition("::")[2]: why for name, why in missing}
     assert whys["test_wrong"].endswith("assert 1 == 2") and "no/such.py" in whys["no/such.py"]
+
+
+@pytest.mark.parametrize("sanitizer", [False, True])
+def test_a_test_runs_under_the_sanitizer_where_it_is_asked_for(
+    sanitizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str | None] = []
+
+    def take(command: Sequence[str], seconds: float, **how: Any) -> tuple[int, str]:
+        found.append(how["env"].get("TORCH_CUDA_SANITIZER"))
+        return 0, "1 passed"
+
+    monkeypatch.setattr(right, "limited", take)
+    setting = Setting(True, torch.device("cpu"), Path(), math.inf, 1)
+    assert right.run("a test", 1.0, setting, sanitizer).outcome == "passed"
+    assert found == ["1" if sanitizer else None]
+
+
+def test_a_test_that_cannot_be_started_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(command: Sequence[str], seconds: float, **how: Any) -> tuple[int, str]:
+        if "--collect-only" in command:
+            return 0, "some.py::test_first\nsome.py::test_second\n"
+        if "first" in command[-1]:
+            raise OSError("no process is left")
+        return 0, "1 passed"
+
+    monkeypatch.setattr(right, "limited", take)
+    monkeypatch.setattr(right, "OF_A_DRY_RUN", 1)
+    assert right.main(["--dry-run", "--output", str(tmp_path), "--files", "some.py"]) == 1
+    rows, ((name, why),) = result(tmp_path)
+    assert [row[1] for row in rows] == ["not run", "passed"]
+    assert "first" in name and "no process is left" in why
+
+
+@pytest.mark.parametrize("script", [overlap, scaling, ablation])
+def test_a_gpu_that_cannot_be_split_leaves_a_result_that_says_why(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def split(setting: Setting, count: int) -> Any:
+        raise AttributeError("no such function of the driver")
+
+    monkeypatch.setattr(script, "split", split)
+    assert script.main(["--dry-run", "--output", str(tmp_path)]) == 1
+    (((_, why),),) = result(tmp_path)
+    assert why == "AttributeError: no such function of the driver"
+
+
+def test_no_more_rounds_begin_when_the_time_of_the_script_is_up() -> None:
+    ran: list[int] = []
+    over = Setting(True, torch.device("cpu"), Path(), 0.0, 50)
+    over.seconds({"step": lambda: ran.append(1)}, 60.0)
+    assert len(ran) == 1 + LEAST
 
 
 class Beside(Setting):
