@@ -17,7 +17,16 @@ from rich.progress import Progress
 
 from benchmarks.machine import describe
 from benchmarks.peers.case import CASES, DEVICES
-from benchmarks.peers.contenders import CONTENDERS, LATE_TURN, LOOP, PIPELINING, RANKS, THREADS
+from benchmarks.peers.contenders import (
+    CONTENDERS,
+    LATE_TURN,
+    LIMIT,
+    LOOP,
+    PIPELINING,
+    RANKS,
+    THREADS,
+)
+from benchmarks.peers.contenders import OURS as ONE
 from benchmarks.peers.contest import WARM_UP, Contest, Run, hold
 from benchmarks.peers.picture import draw
 from benchmarks.report import RESULTS, Figure, Grid, Report
@@ -71,12 +80,13 @@ def seconds_of(run: Run) -> float | None:
 
 
 def figures(name: str, contest: Contest) -> Iterator[Figure]:
-    """How much faster 1F1B is here than each peer, and what a peer said that cannot run it."""
-    ours = seconds_of(contest.runs[f"{OURS}, 1f1b"])
-    for who in PEERS:
+    """How much faster 1F1B is here than each peer, how near it comes to what the two cores can do,
+    and what a peer said that cannot run it."""
+    ours = seconds_of(contest.runs[ONE])
+    for who in (*PEERS, LIMIT):
         theirs = seconds_of(contest.runs[who])
         if ours and theirs:
-            yield Figure(f"{name}: {who} over {OURS}, 1f1b", theirs / ours)
+            yield Figure(f"{name}: {who} over {ONE}", theirs / ours)
     ranks = seconds_of(contest.runs[RANKS])
     for who in (PIPELINING, THREADS):
         theirs = seconds_of(contest.runs[who])
@@ -90,14 +100,14 @@ def figures(name: str, contest: Contest) -> Iterator[Figure]:
 def grid(name: str, contest: Contest) -> Grid:
     """A row for each contender."""
     headings = (
-        f"{name}: a step of",
-        "median",
-        "first to last decile",
+        name,
+        "ms",
+        "deciles",
         "speed",
-        "processor time",
-        "peak memory",
-        "above imports",
-        "set-up, first step",
+        "cpu ms",
+        "MiB",
+        "own",
+        "first s",
         "losses",
     )
     alone = seconds_of(contest.runs[LOOP])
@@ -105,24 +115,29 @@ def grid(name: str, contest: Contest) -> Grid:
     for who, run in contest.runs.items():
         middle = seconds_of(run)
         if middle is None or alone is None or run.memory is None:
-            rows.append([who, "cannot run it", *[""] * (len(headings) - 2)])
+            rows.append([who, "–", *[""] * (len(headings) - 2)])
             continue
         deciles = quantiles((step.seconds for step in run.counted), n=10, method="inclusive")
         memory = run.memory
         rows.append(
             [
                 who,
-                f"{1e3 * middle:.4g} ms",
-                f"{1e3 * deciles[0]:.4g} to {1e3 * deciles[-1]:.4g} ms",
+                three(1e3 * middle),
+                f"{three(1e3 * deciles[0])}–{three(1e3 * deciles[-1])}",
                 f"{alone / middle:.2f}",
-                f"{1e3 * median(step.cpu for step in run.counted):.4g} ms",
-                f"{memory.peak / MIB:.0f} MiB",
-                f"{(memory.peak - memory.imported) / MIB:.0f} MiB",
-                f"{run.set_up:.2f} s",
+                three(1e3 * median(step.cpu for step in run.counted)),
+                f"{memory.peak / MIB:.0f}",
+                f"{(memory.peak - memory.imported) / MIB:.0f}",
+                f"{run.set_up:.2f}",
                 contest.losses(who),
             ]
         )
     return Grid(headings, rows)
+
+
+def three(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def bars(contest: Contest) -> Mapping[str, list[float] | str]:
@@ -144,16 +159,24 @@ def settings(contests: Mapping[str, Contest]) -> dict[str, str | int]:
         },
         "threads": f"{DEVICES} in all, and one where it says so; every process of "
         "torch.distributed.pipelining and every rank has one",
+        "torch pipelining": "torch.distributed.pipelining, 1F1B, a process for each device; so is "
+        f"{RANKS}; {THREADS}: a thread for each device, whatever is predicted",
+        LIMIT: "in two processes of one thread, each of which makes whole steps by itself: half of "
+        "the time of two steps. No pipeline over two cores can be much faster",
         "halves": "fxpipe cuts for itself; torchgpipe and torch.distributed.pipelining are given "
         "equal halves: "
         + ", ".join(f"{name} at {', '.join(case.cuts)}" for name, case in cases.items()),
+        "ms": "of a step, median; deciles: the first and the last",
         "speed": "median of the loop of one thread over the contender's",
-        "processor time": "of all processes and threads, median",
-        "peak memory": "resident, added up over processes; above what it was after imports",
+        "cpu ms": "processor time of all processes and threads, median",
+        "MiB": "resident memory at most, added up over processes; own: above what it was after "
+        "imports",
+        "first s": "seconds until the first step is done, without imports",
         "torchgpipe": _version("torchgpipe") + ", checkpoint='never'",
         "2bw": f"{LATE_TURN} steps in a row and a flush, which counts for a {LATE_TURN}th",
-        "losses": "of every step, beside those of the loop of one thread; 2BW's beside those of a "
-        "loop whose gradients are one version late, as 2BW's are",
+        "losses": "the same bits, or the largest relative difference; of every step, beside those "
+        "of the loop of one thread; 2BW's beside those of a loop whose gradients are one version "
+        "late, as 2BW's are",
     }
 
 

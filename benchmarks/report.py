@@ -10,10 +10,10 @@ from statistics import median, quantiles
 from time import perf_counter
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import Machine
+from fxpipe.extensions.tables import plain_table, table_text
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,10 +51,24 @@ class Grid:
         return [f"| {' | '.join(cells)} |" for cells in lines]
 
     def table(self) -> Table:
-        table = Table(*self.headings)
-        for cells in self.rows:
-            table.add_row(*cells)
-        return table
+        return _table(self.headings, self.rows)
+
+
+_PROSE = 40
+"""Cells with more characters are wrapped on the terminal."""
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, gap: int = 1) -> Table:
+    """A table for the terminal; the first column is flush left."""
+    table = plain_table(gap)
+    table.show_header = any(headings)
+    for at, heading in enumerate(headings):
+        width = max(len(cells[at]) for cells in [headings, *rows])
+        ratio = 1 if width > _PROSE else None
+        table.add_column(heading, justify="right" if at and ratio is None else "left", ratio=ratio)
+    for cells in rows:
+        table.add_row(*cells)
+    return table
 
 
 @dataclass(frozen=True)
@@ -95,12 +109,12 @@ class Report:
 
     def publish(self, folder: Path = RESULTS) -> None:
         """Print it, and write it as Markdown and as JSON."""
-        table = Table("", "", title=self.title, show_header=False)
-        for figure in self.figures:
-            table.add_row(figure.name, str(figure))
-        Console().print(table, *(grid.table() for grid in self.grids))
+        figures = _table(("", ""), [(figure.name, str(figure)) for figure in self.figures], gap=2)
+        print(self.title, table_text(figures), sep="\n")
+        for grid in self.grids:
+            print("", table_text(grid.table()), sep="\n")
         path = self.write(folder)
-        Console().print(f"Written to {path} and {path.with_suffix('.json').name}", soft_wrap=True)
+        print(f"Written to {path} and {path.with_suffix('.json').name}")
 
     def write(self, folder: Path) -> Path:
         """Write it as Markdown, whose path it returns, and as JSON."""

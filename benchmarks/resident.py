@@ -23,15 +23,15 @@ from benchmarks.report import Figure, Grid, Report
 WHO = (
     LOOP,
     GPIPE,
-    "torchgpipe, checkpoint always",
+    "torchgpipe, recompute",
     PIPELINING,
-    "fxpipe, gpipe",
+    "fxpipe gpipe",
     OURS,
     RANKS,
     META,
-    "fxpipe, zb-h1",
-    "fxpipe, 2bw",
-    "fxpipe, 1f1b, recompute always",
+    "fxpipe zb-h1",
+    "fxpipe 2bw",
+    "fxpipe 1f1b, recompute",
 )
 
 WARM_UP, STEPS = 3, 3
@@ -101,7 +101,7 @@ def grid(case: str, found: dict[str, Resident | str]) -> Grid:
 
 def figures(case: str, found: dict[str, Resident | str]) -> list[Figure]:
     """How fxpipe compares with the peer of the same schedule."""
-    pairs = [(OURS, PIPELINING), (RANKS, PIPELINING), ("fxpipe, gpipe", GPIPE)]
+    pairs = [(OURS, PIPELINING), (RANKS, PIPELINING), ("fxpipe gpipe", GPIPE)]
     made = []
     for ours, theirs in pairs:
         mine, others = found[ours], found[theirs]

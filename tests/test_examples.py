@@ -19,7 +19,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from benchmarks.machine import Machine
-from benchmarks.report import Figure, Report, spread
+from benchmarks.peers.contenders import LIMIT, RANKS
+from benchmarks.peers.group import Group, Step
+from benchmarks.report import Figure, Grid, Report, spread
 from examples import plain
 from examples.unet import UNet
 from tests.helpers.profiles import deep
@@ -27,6 +29,8 @@ from tests.helpers.ranks import CONTEXT, DEADLINE
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ("--steps", "2", "--output")
+
+MACHINE = Machine("2026-01-31", "a processor", 2, 0.5, "Linux 6", "3.11.0", "2.13.0")
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -66,10 +70,37 @@ def test_crops_are_drawn_again_from_the_same_seed() -> None:
     assert torch.equal(draw(), draw())
 
 
+def test_a_report_fits_80_columns_and_leaves_no_figure_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    who = "a contender whose name is long, and that runs in processes of its own beside another one"
+    figures = [Figure(who, 1.5, "ms"), Figure("it cannot run", "because of this and that " * 9)]
+    rows = [[f"row {at}", *(f"{at}.{column}234567 ms" for column in range(12))] for at in range(3)]
+    grid = Grid(["case", *(f"column {at}" for at in range(12))], rows)
+    Report("wide", "A benchmark", {}, figures, MACHINE, [grid]).publish(tmp_path)
+    lines = capsys.readouterr().out.splitlines()[:-1]  # the last one is a path
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert all(cell in " ".join(words) for row in rows for cell in row)
+    assert words.count("because") == 9 and "1.5" in words
+
+
+def test_of_two_loops_at_once_a_step_takes_half_of_the_time() -> None:
+    class Answering(Group):
+        def __init__(self, contender: str) -> None:
+            self.contender = contender
+
+        def _order(self, order: str) -> list[tuple[float, float, tuple[float, ...]]]:
+            return [(2.0, 1.5, (0.25,)), (3.0, 2.5, (0.25,))]
+
+    assert Answering(LIMIT).step() == Step(1.5, 2.0, (0.25,))
+    assert Answering(RANKS).step() == Step(3.0, 4.0, (0.25,))
+
+
 def test_a_report_is_written_for_people_and_for_programs(tmp_path: Path) -> None:
-    machine = Machine("2026-01-31", "a processor", 2, 0.5, "Linux 6", "3.11.0", "2.13.0")
+
     figures = [*spread("a step", [0.010, 0.012, 0.020]), Figure("ratio", 1.5)]
-    Report("short", "A benchmark", {"rounds": 3}, figures, machine).publish(tmp_path)
+    Report("short", "A benchmark", {"rounds": 3}, figures, MACHINE).publish(tmp_path)
     markdown = (tmp_path / "short-2026-01-31.md").read_text()
     assert "| a step, median | 12 ms |\n" in markdown
     assert "- cpu: a processor\n" in markdown

@@ -28,6 +28,7 @@ class Entry:
         threads: of each process.
         late: whether its gradients are one version late, as it says.
         turn: how many steps it makes in a row; the work of each must not reach into others' turns.
+        whole: whether each of its processes makes whole steps, by itself and at the same time.
     """
 
     load: Callable[[], Make]
@@ -35,15 +36,16 @@ class Entry:
     threads: int = DEVICES
     late: bool = False
     turn: int = 1
+    whole: bool = False
 
 
-def _loop(threads: int) -> Entry:
+def _loop(threads: int, *, at_once: bool = False) -> Entry:
     def load() -> Make:
         from benchmarks.peers.loop import Loop
 
         return lambda case, rank, meeting: Loop(case, threads)
 
-    return Entry(load, threads=threads)
+    return Entry(load, apart=at_once, threads=threads, whole=at_once)
 
 
 def _late_loop() -> Make:
@@ -100,33 +102,35 @@ def _ranks(built_on: str = "cpu") -> Entry:
     return Entry(load, apart=True, threads=1)
 
 
-LOOP = "plain loop, 1 thread"
-LATE = "plain loop, gradients one version late"
+LOOP = "loop, 1 thread"
+LIMIT = "two loops at once"
+LATE = "loop, late gradients"
 GPIPE = "torchgpipe"
-PIPELINING = "torch.distributed.pipelining, 1F1B"
-TRACED = "torch.distributed.pipelining, 1F1B, the model itself"
-OURS = "fxpipe, 1f1b"
-THREADS = "fxpipe, 1f1b, a thread a device"
-RANKS = "fxpipe, 1f1b, a rank a device"
-META = "fxpipe, 1f1b, a rank a device, model on meta"
+PIPELINING = "torch pipelining"
+TRACED = "torch pipelining, traced"
+OURS = "fxpipe 1f1b"
+THREADS = "fxpipe 1f1b, threads"
+RANKS = "fxpipe 1f1b, ranks"
+META = "fxpipe 1f1b, ranks, meta"
 
 CONTENDERS = {
     LOOP: _loop(1),
-    "plain loop, 2 threads": _loop(2),
+    "loop, 2 threads": _loop(2),
+    LIMIT: _loop(1, at_once=True),
     GPIPE: _gpipe(),
     PIPELINING: _pipelining(),
     OURS: _pipe("1f1b"),
     THREADS: _pipe("1f1b", threads="device"),
     RANKS: _ranks(),
-    "fxpipe, zb-h1": _pipe("zb-h1"),
-    "fxpipe, 2bw": _pipe("2bw", late=True),
+    "fxpipe zb-h1": _pipe("zb-h1"),
+    "fxpipe 2bw": _pipe("2bw", late=True),
 }
 
 SAVING = {
-    "torchgpipe, checkpoint always": _gpipe("always"),
-    "fxpipe, gpipe": _pipe("gpipe"),
+    "torchgpipe, recompute": _gpipe("always"),
+    "fxpipe gpipe": _pipe("gpipe"),
     META: _ranks("meta"),
-    "fxpipe, 1f1b, recompute always": _pipe("1f1b", recompute="always"),
+    "fxpipe 1f1b, recompute": _pipe("1f1b", recompute="always"),
 }
 """Those that are of interest for their memory."""
 

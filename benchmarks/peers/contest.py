@@ -10,7 +10,7 @@ from benchmarks.peers.contenders import CONTENDERS, LATE, LOOP
 from benchmarks.peers.group import Group, GroupError, Memory, Step
 from benchmarks.report import timed
 
-SAME = "bit for bit"
+SAME = "same"
 WARM_UP = 3
 """Steps that count for nothing but their losses."""
 
@@ -67,7 +67,7 @@ class Contest:
             return SAME
         pairs = zip(run.losses, other.losses, strict=True)
         worst = max(abs(one - two) / abs(two) for one, two in pairs)
-        return f"equal to {worst:.0e}"
+        return f"±{worst:.0e}"
 
     def same(self, who: str) -> bool:
         """Whether it ran, and its losses do not differ at all."""

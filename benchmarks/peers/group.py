@@ -33,8 +33,8 @@ class Step:
     """One update, or the mean of those of a turn.
 
     Attributes:
-        seconds: of the process that took longest.
-        cpu: processor seconds of all processes and threads.
+        seconds: of the process that took longest; if each made a step of its own, its part of that.
+        cpu: processor seconds of all processes and threads, likewise.
         losses: of each batch of the turn.
     """
 
@@ -102,9 +102,10 @@ class Group:
     def step(self) -> Step:
         """One turn."""
         answers = self._order("step")
+        steps = len(answers) if _entry(self.contender).whole else 1
         return Step(
-            max(seconds for seconds, _, _ in answers),
-            sum(cpu for _, cpu, _ in answers),
+            max(seconds for seconds, _, _ in answers) / steps,
+            sum(cpu for _, cpu, _ in answers) / steps,
             next(losses for _, _, losses in answers if losses),
         )
 

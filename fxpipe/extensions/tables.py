@@ -11,7 +11,7 @@ from textwrap import fill
 import torch
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def time_text(seconds: float) -> str:
@@ -33,12 +33,43 @@ def screen_width() -> int:
 
 
 def table_text(table: Table) -> str:
-    """A table as plain text, as wide as the screen at most."""
-    # else rich would also show an empty output in a notebook
-    console = Console(width=screen_width(), color_system=None, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+    """A table as plain text, as wide as the screen. No cell is wrapped but those of a column with a
+    ``ratio``, which has prose: columns that do not fit come below the others, behind the first one
+    again."""
+    first, *others = table.columns
+    blocks = [[first]]
+    for column in others:
+        if len(blocks[-1]) > 1 and _width(table, [*blocks[-1], column]) > screen_width():
+            blocks.append([first])
+        blocks[-1].append(column)
+    texts = []
+    for columns in blocks:
+        block = plain_table()
+        block.padding, block.show_header = table.padding, table.show_header
+        for column in columns:
+            block.add_column(column.header, justify=column.justify, no_wrap=not column.ratio)
+        for cells in zip(*(column.cells for column in columns), strict=True):
+            block.add_row(*cells)
+        prose = any(column.ratio for column in columns)
+        width = screen_width() if prose else _width(table, columns)
+        # else rich would also show an empty output in a notebook
+        console = Console(width=width, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(block)
+        texts += [line.rstrip() for line in capture.get().rstrip().splitlines()]
+    return "\n".join(texts)
+
+
+_PROSE = 20
+"""The least columns of the screen that prose takes."""
+
+
+def _width(table: Table, columns: Sequence[Column]) -> int:
+    """The columns of the screen that these columns of a table take."""
+    cells = [[column.header, *column.cells] for column in columns]
+    widths = [max(len(str(cell)) for cell in own) for own in cells]
+    taken = [_PROSE if c.ratio else width for c, width in zip(columns, widths, strict=True)]
+    return sum(taken) + (len(columns) - 1) * (1 + table.padding[1])
 
 
 def wrapped(text: str, indent: str = "", *, whole_words: bool = False) -> str:

@@ -119,7 +119,7 @@ def list_schedules(given: Namespace) -> bool:
     table = plain_table()
     table.add_column("name", no_wrap=True)
     table.add_column("stages", justify="right")
-    table.add_column("what it does")
+    table.add_column("what it does", ratio=1)
     for name, recipe in sorted(RECIPES.items()):
         table.add_row(name, f"{recipe.stages(1)} a device", _summary(recipe))
     print(table_text(table))

@@ -10,7 +10,7 @@ from fxpipe.arguments import check_whole
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.simulator import simulate_schedule
 from fxpipe.extensions.simulator.costs import Costs, check_keys, times_of
-from fxpipe.extensions.tables import plain_table, table_text
+from fxpipe.extensions.tables import plain_table, table_text, wrapped
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
 from fxpipe.schedules import library
@@ -84,7 +84,7 @@ class Comparison:
             "time: of a step, in the long run where batches overlap; versions: of the weights",
             "bubble: the share of the devices' time that is idle",
             "memory: micro-batches kept for backward by the fullest device",
-            *(f"left out: {', '.join(names)} ({why})" for why, names in reasons.items()),
+            *(wrapped(f"left out: {', '.join(n)} ({why})") for why, n in reasons.items()),
         ]
         return "\n".join(lines)
 

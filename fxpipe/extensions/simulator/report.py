@@ -57,20 +57,18 @@ def simulation_table(simulation: Simulation) -> str:
         table.add_column(headings[at], justify="left" if at < 2 else "right")
     for row in rows:
         table.add_row(*(row[at] for at in shown))
-    lines = [_title(simulation), *[SERIAL] * simulation.serial, table_text(table)]
+    lines = [wrapped(_title(simulation)), *[SERIAL] * simulation.serial, table_text(table)]
     if simulation.sizes is not None:
         lines += ["", _memory(simulation), ""]
-    lines.append(
-        f"makespan {_time(simulation, simulation.makespan)}, bubble {simulation.bubble:.1%}"
-        + _long_run(simulation)
-    )
+    makespan, bubble = _time(simulation, simulation.makespan), f"{simulation.bubble:.1%}"
+    lines.append(wrapped(f"makespan {makespan}, bubble {bubble}{_long_run(simulation)}"))
     if simulation.through < simulation.makespan:
         when = _time(simulation, simulation.through)
         lines.append(f"shares are of the {when} until the last micro-batch is through")
     if first_time(LEGEND):
         lines.append(wrapped(LEGEND))
     if program.replicas > 1:
-        lines.append(_sums(simulation))
+        lines.append(wrapped(_sums(simulation)))
     return "\n".join(lines)
 
 
@@ -95,7 +93,7 @@ def _memory(simulation: Simulation) -> str:
         [
             f"memory at its peak, predicted, in {unit}",
             table_text(table),
-            f"device {fullest} holds the most{when if list_ else ''}",
+            wrapped(f"device {fullest} holds the most{when if list_ else ''}"),
         ]
     )
 
@@ -137,8 +135,16 @@ def _share(time: float, end: float) -> str:
 
 
 def _by_device(times: Mapping[int, float], end: float) -> str:
-    shares = ((device, f"{time / end:.1%}") for device, time in sorted(times.items()))
-    return ", ".join(f"{device}: {share}" for device, share in shares if share != "0.0%")
+    counted = {device: time for device, time in times.items() if f"{time / end:.1%}" != "0.0%"}
+    most = sorted(sorted(counted, key=counted.__getitem__)[-_NAMED:])
+    shares = [f"{device}: {counted.pop(device) / end:.1%}" for device in most]
+    if counted:
+        shares.append(f"others: {sum(counted.values()) / end:.1%}")
+    return ", ".join(shares)
+
+
+_NAMED = 4
+"""The most devices that are named in one cell."""
 
 
 def _time(simulation: Simulation, time: float) -> str:

@@ -129,7 +129,10 @@ def _modules(stage: Stage, prefix: str) -> str:
 
 
 def _milliseconds(stage: Stage, which: str) -> str:
-    return "–" if stage.costs is None else f"{1e3 * getattr(stage.costs, which):.2f} ms"
+    if stage.costs is None:
+        return "–"
+    milliseconds = 1e3 * getattr(stage.costs, which)
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.2f} ms"
 
 
 def _balance(busy: Sequence[float], loads: Sequence[StageLoad]) -> str:

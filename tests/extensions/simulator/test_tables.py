@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
 
 import fxpipe
 from fxpipe.extensions import tables
+from fxpipe.extensions.simulator import Link
 from fxpipe.extensions.tables import count_text
 from fxpipe.formatting import bytes_text
+from fxpipe.ir.recipe import find_recipe
 from tests.extensions.stage_table.test_table import columns
 
 pytestmark = pytest.mark.models
@@ -105,3 +110,53 @@ def test_the_table_shows_times_once_they_are_measured() -> None:
         assert columns(pipe, "forward") == columns(pipe, "share") == ["–", "–"]
         pipe.simulate()
         assert "–" not in columns(pipe, "forward") + columns(pipe, "share")
+
+
+WORDS = st.text("abcde: 0123456789.%–×", min_size=0, max_size=30).map(str.strip)
+
+
+@given(st.data(), st.integers(1, 12), st.integers(1, 6), st.sampled_from([1, 2]))
+def test_no_cell_is_wrapped_and_what_does_not_fit_comes_below(
+    data: st.DataObject, columns_: int, rows: int, gap: int
+) -> None:
+    cells = [[data.draw(WORDS) or "x" for _ in range(columns_)] for _ in range(rows + 1)]
+    table = tables.plain_table(gap)
+    for heading in cells[0]:
+        table.add_column(heading)
+    for row in cells[1:]:
+        table.add_row(*row)
+    lines = tables.table_text(table).splitlines()
+    blocks = len(lines) // (rows + 2)
+    assert len(lines) == blocks * (rows + 2)
+    found: list[str] = [""] * (rows + 1)
+    for block in range(blocks):
+        own = lines[block * (rows + 2) : (block + 1) * (rows + 2)]
+        assert set(own.pop(1)) == {"─"}
+        for at, line in enumerate(own):
+            assert len(line) <= 80
+            assert line.startswith(cells[at][0])  # the first column again
+            found[at] += line.removeprefix(cells[at][0]) if columns_ > 1 else line
+    expected = ["".join(row[1:] if columns_ > 1 else row) for row in cells]
+    assert ["".join(line.split()) for line in found] == ["".join(e.split()) for e in expected]
+
+
+def test_prose_alone_is_wrapped() -> None:
+    table = tables.plain_table()
+    table.add_column("name")
+    table.add_column("what", ratio=1)
+    table.add_row("a name of many words that stays in one line", "prose " * 20)
+    lines = tables.table_text(table).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2].startswith("a name of many words that stays in one line  prose")
+    assert "".join(lines[2:]).count("prose") == 20
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "2bw", "chimera", "v-min"])
+@pytest.mark.parametrize("devices", [4, 16])
+def test_simulations_of_many_devices_fit_80_columns(name: str, devices: int) -> None:
+    times = {"F": 1.12345, "B": 2.3456, "I": 1.2345, "W": 1.1234}
+    schedule = find_recipe(name)(devices, 2 * devices)
+    text = str(schedule.simulate(times, links=Link(0.31)))
+    assert max(map(len, text.splitlines())) <= 80
+    for device in range(devices):
+        assert re.search(rf"^{device} .*\d%", text, re.M)
