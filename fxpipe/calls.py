@@ -69,8 +69,7 @@ class Calls:
                 compiled, micro = self._ready(micro, kind)
             self._often.step(type(self._options.model).__name__, self._compiler.why)
             self._check_data(compiled)
-            compiled, micro = self._compiler.weighed(compiled, micro)
-            watch = self._compiler.watch(compiled, micro)
+            compiled, micro, watch = self._compiler.weighed(compiled, micro)
             result = self._engine.step(compiled, micro, with_output=return_output, watch=watch)
             self.shown = compiled
             if meter is not None:
@@ -90,7 +89,7 @@ class Calls:
             differentiable = self._options.model.training and torch.is_grad_enabled()
             compiled, micro = self._ready(micro, Kind("call" if differentiable else "infer"))
             self._check_data(compiled)
-            compiled, micro = self._compiler.weighed(compiled, micro)
+            compiled, micro, _ = self._compiler.weighed(compiled, micro)
             run = self._engine.call if differentiable else self._engine.infer
             output = run(compiled, micro)
         return together(output, compiled.traced.out_spec)

@@ -12,7 +12,7 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.guard import KEPT
-from fxpipe.compiler.objective import Weighing
+from fxpipe.compiler.objective import Weighed, Weighing
 from fxpipe.compiler.often import CallKey, why_compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
@@ -280,24 +280,22 @@ class Compiler:
         others = batch.wants(kind.purpose), len(micro), kind
         return CallKey(self.state, self._reads.key(batch), batch.size, others)
 
-    def weighed(self, compiled: Compiled, micro: MicroBatches) -> tuple[Compiled, MicroBatches]:
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
         """See ``Weighing.weighed``; the same micro-batches if there is no loss."""
         if compiled.traced.loss is None:
-            return compiled, micro
-        return self._weighing.weighed(compiled, micro)
+            return Weighed(compiled, micro)
+        weighed = self._weighing.weighed(compiled, micro)
+        return weighed if weighed.watch is None else self._trying(weighed, weighed.watch)
 
-    def watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
-        """See ``Weighing.watch``."""
-        watch = self._weighing.watch(compiled, micro)
-        if watch is None:
-            return None
+    def _trying(self, weighed: Weighed, watch: Watch) -> Weighed:
+        """The same, with a watch that may run the loss."""
         fallback, look = self.plans.front_end.fallback, watch.look
 
         def trying(host: BatchHost) -> None:
             with fallback.trying():
                 look(host)
 
-        return replace(watch, look=trying)
+        return weighed._replace(watch=replace(watch, look=trying))
 
     def measured(self, compiled: Compiled) -> Compiled:
         """Return the same call with the costs of its stages, which are measured now if the cut did

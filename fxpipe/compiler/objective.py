@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +90,20 @@ def _scalar(number: Any) -> Tensor:
     return scalar.clone() if scalar.is_floating_point() else scalar.float()
 
 
+class Weighed(NamedTuple):
+    """A call whose losses are weighed.
+
+    Attributes:
+        compiled: the call.
+        micro: its micro-batches, each with the weight of its loss in the batch's loss.
+        watch: what looks at the outputs of a step, if anything does. All ranks decide alike.
+    """
+
+    compiled: Compiled
+    micro: MicroBatches
+    watch: Watch | None = None
+
+
 class Weighing:
     """Weighs the losses of a pipe's micro-batches by what its objective counts, which is samples.
     The extension that has the option "weighing" reads from a loss what it is a mean over."""
@@ -102,21 +116,16 @@ class Weighing:
         flat inputs of which each micro-batch has a part."""
         return ()
 
-    def weighed(self, compiled: Compiled, micro: MicroBatches) -> tuple[Compiled, MicroBatches]:
-        """The same call, and micro-batches each with the weight of its loss in the batch's loss.
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
+        """The same call, with the weights of its micro-batches' losses.
 
         In a step the batch is that of all replicas, and in a call, which has a loss only if the
         model returns one, that of this replica. Raises InputError as ``Objective.counts`` and
         ``Objective.weights``.
         """
         if self.options.objective.averages and self.replicas(compiled) == 1:
-            return compiled, micro  # weighted by samples already
-        return compiled, self.joined(compiled, micro)
-
-    def watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
-        """What looks at the outputs of a step whose losses are weighed so, if anything does. All
-        ranks have to decide alike."""
-        return None
+            return Weighed(compiled, micro)  # weighted by samples already
+        return Weighed(compiled, self.joined(compiled, micro))
 
     def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """The micro-batches, where they are not just weighted by their samples."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Compiled
-from fxpipe.compiler.objective import Objective, Weighing, with_weights
+from fxpipe.compiler.objective import Objective, Weighed, Weighing, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extensions.loss_weight.comparing import Sample, advice, difference_of
@@ -45,7 +45,7 @@ class ByDivisors(Weighing):
         """The divisor of each term of a loss; see ``loss_terms``."""
         return loss_terms(traced, split)
 
-    def weighed(self, compiled: Compiled, micro: MicroBatches) -> tuple[Compiled, MicroBatches]:
+    def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
         """See ``Weighing.weighed``. In a step, those of weight 0 add no gradients."""
         averages = self.options.objective.averages and self.replicas(compiled) == 1
         if not averages or self._counts_others(compiled, len(micro)):
@@ -53,12 +53,11 @@ class ByDivisors(Weighing):
         weights = micro.weights
         if compiled.purpose == "step" and not isinstance(weights, Tensor) and not all(weights):
             compiled = discarding(compiled, weights)
-        return compiled, micro
+        return Weighed(compiled, micro, self._watch(compiled, micro))
 
-    def watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
+    def _watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
         """What compares the losses of a first step with that of the joined outputs."""
-        count = self._compares(compiled, micro)
-        if count < 2 or "compared" in compiled.done:
+        if "compared" in compiled.done or (count := self._compares(compiled, micro)) < 2:
             return None
         compiled.done.add("compared")
 

@@ -230,8 +230,18 @@ def test_a_loss_that_makes_a_table_at_first_is_traced(caplog: pytest.LogCaptureF
 
 @pytest.mark.smoke
 def test_a_counter_in_a_loss_causes_no_new_trace() -> None:
+    class Scaled(nn.Module):
+        """Reads an attribute with the name of one that the loss changes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.average = net(), 2.0
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(x) * self.average
+
     x, y = rows(8)
-    with fxpipe.compile(net(), 1, microbatches=4, loss=Metered()) as pipe:
+    with fxpipe.compile(Scaled(), 1, microbatches=4, loss=Metered()) as pipe:
         pipe.step(x, target=y)
         traced = pipe.traced
         for _ in range(3):

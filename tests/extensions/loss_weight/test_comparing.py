@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -315,6 +316,19 @@ def test_a_later_batch_whose_divisors_differ_is_compared_when_it_comes() -> None
         with pytest.warns(UserWarning, match="no weights of micro-batches"):
             pipe.step(X, target=IGNORING)
         pipe.step(X, target=IGNORING)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("loss", [F.mse_loss, dice])
+def test_the_loss_of_the_joined_outputs_is_computed_once(loss: Callable[..., Tensor]) -> None:
+    with (
+        patch.object(weighing, "difference_of", wraps=difference_of) as asked,
+        fxpipe.compile(net(), 1, microbatches=4, loss=loss) as pipe,
+        warnings.catch_warnings(action="ignore"),
+    ):
+        for samples in (10, 10, 9, 10, 9):
+            pipe.step(X[:samples], target=SEVERAL[:samples])
+    assert asked.call_count == 2  # for each batch size
 
 
 def test_what_is_counted_is_compared_as_counted() -> None:
