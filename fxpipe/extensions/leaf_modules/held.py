@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from functools import partial
 from queue import Queue, SimpleQueue
 from types import FunctionType, MethodType, ModuleType
@@ -64,9 +65,10 @@ class Held:
         todo: deque[tuple[str, Any]] = deque([(name, function)])
         while todo and len(seen) < _MOST:
             where, value = todo.popleft()
-            if id(value) not in seen and not isinstance(value, _PLAIN):
+            if id(value) not in seen:
                 seen[id(value)] = value  # kept alive, so that its id stays its own
-                todo.extend(self._enter(where, value))
+                with suppress(Exception):  # of code of its own, or as another thread changes it
+                    todo.extend(self._enter(where, value))
 
     def changed(self) -> str:
         """The first of these that is not as it was; empty if all are."""
@@ -127,7 +129,8 @@ class Held:
             name = form.format(key)
             entry = (held, key)
             self._note(name, entry, value, _is_entry, _fill_entry)
-            yield name, value
+            if type(value) not in _PLAIN:
+                yield name, value
 
     def _list(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         if len(value) > _LONG:
@@ -164,7 +167,7 @@ def _is_own(file: str, module: object) -> bool:
 def _is_entered(value: Any) -> bool:
     """Whether an object's attributes are kept."""
     if isinstance(value, nn.Module):
-        return True
+        return _top(type(value).__module__) != "fxpipe"
     if isinstance(value, type | ModuleType) or _top(type(value).__module__) in _OUTSIDE:
         return False
     return not any(isinstance(each, _RUNNING) for each in vars(value).values())
@@ -183,8 +186,7 @@ def _top(module: object) -> str:
 
 
 def _alike(new: Any, old: Any) -> bool:
-    plain = isinstance(old, _PLAIN) and type(new) is type(old)
-    return new is old or (plain and bool(new == old))
+    return new is old or (type(old) in _PLAIN and type(new) is type(old) and bool(new == old))
 
 
 def _content(cell: Any) -> Any:

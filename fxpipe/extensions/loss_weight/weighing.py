@@ -25,7 +25,7 @@ from fxpipe.torchtools.source import users_level
 
 _CPU = torch.device("cpu")
 
-_MOST = 1 << 26
+_MOST = 1 << 24
 """The most bytes of outputs that are kept for a comparison of losses."""
 
 

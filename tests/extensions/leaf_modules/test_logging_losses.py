@@ -291,8 +291,17 @@ def test_what_other_threads_use_and_a_long_history_are_left_alone() -> None:
         def __init__(self) -> None:
             self.lock, self.count = threading.Lock(), 0
 
-    shared, long = Shared(), [0] * 5000
-    held = Held(lambda: (shared, long), "loss")
+    class Proxy:
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError("not now")
+
+    shared, long, proxy = Shared(), [0] * 5000, Proxy()
+    with fxpipe.compile(net(), 1) as pipe:
+        held = Held(lambda: (proxy, pipe, shared, long), "loss")
+        parameter = next(pipe.parameters())
+        parameter.data += 1
+    assert not held.changed()
+    assert float(parameter.detach().sum()) != 0
     shared.count = 3
     assert not held.changed()
     long += [1, 2]
