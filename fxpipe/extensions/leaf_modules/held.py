@@ -54,8 +54,9 @@ class _Kept(NamedTuple):
 
 class Held:
     """What a function reaches: the variables of closures and the globals that its code names, and
-    the attributes, entries and tensors of the objects there. Not entered are functions of installed
-    packages, objects of PyTorch and of Python's own modules, and those that other threads use."""
+    the attributes, entries and tensors, but for parameters, of the objects there. Not entered are
+    functions of installed packages, objects of PyTorch and of Python's own modules, and those that
+    other threads use."""
 
     def __init__(self, function: Any, name: str, without: Iterable[object] = ()) -> None:
         """Keep what ``function`` reaches now, ``without`` these objects."""
@@ -83,7 +84,7 @@ class Held:
     def _enter(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Keep the content of a value; the objects in it, each with its expression."""
         match value:
-            case Tensor():
+            case Tensor() if not isinstance(value, nn.Parameter):
                 self._tensor(name, value)
             case FunctionType() if _is_own(value.__code__.co_filename, value.__module__):
                 yield from self._function(value)

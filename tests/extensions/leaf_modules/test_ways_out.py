@@ -33,7 +33,7 @@ def assert_trains(
     loop.assert_same(dict(model.named_buffers()), dict(alone.named_buffers()))
 
 
-def net() -> nn.Module:
+def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
@@ -215,3 +215,57 @@ def test_lines_that_depend_on_values_train_in_the_loss() -> None:
     assert_trains(Recurrent(), x, loss=picked, target=torch.randn(8, 7, 4))
     target = torch.randint(1, 4, (8, 3)), torch.tensor([3, 2, 1, 3, 3, 1, 2, 2])
     assert_trains(Recurrent(), x, loss=aligned, target=target)
+
+
+def halve(gradient: Tensor) -> Tensor:
+    return gradient / 2
+
+
+class Halving(nn.Module):
+    """Has a hook on the gradient of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(halve)
+        return y.tanh()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_hook_on_a_gradient_is_called_in_a_leaf_module(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Halving(), nn.Linear(8, 4))
+    options: dict[str, Any] = {
+        "extensions": [fxpipe.LeafModules(Halving)],
+        "schedule": schedule,
+    }
+    target = torch.randn(8, 4)
+    assert_trains(model, torch.randn(8, 8), loss=mse_loss, target=target, **options)
+
+
+def test_what_a_hook_on_a_parameter_does_is_done_after_the_step() -> None:
+    torch.manual_seed(0)
+    model, x, y = net(), torch.randn(8, 8), torch.randn(8, 1)
+    alone = copy.deepcopy(model)
+    handles = [parameter.register_hook(halve) for parameter in model.parameters()]
+    options: dict[str, Any] = {"microbatches": 4, "loss": mse_loss}
+    with (
+        fxpipe.compile(model, 2, **options) as pipe,
+        pytest.raises(TraceError, match=r"has a hook on its gradient.*change \.grad after step"),
+    ):
+        pipe.step(x, target=y)
+    for handle in handles:
+        handle.remove()
+    with fxpipe.compile(model, 2, **options) as pipe:
+        pipe.step(x, target=y)
+    for mine, its in zip(model.parameters(), alone.parameters(), strict=True):
+        assert mine.grad is not None
+        mine.grad = halve(mine.grad)
+        its.register_hook(halve)
+    loop.train(alone, 4, x, loss=mse_loss, target=y)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
