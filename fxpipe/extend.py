@@ -140,7 +140,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "delays": f"{_HERE}.overlapping.delays:too_small",
         "end_with_flush": f"{_HERE}.overlapping.delays:end_with_flush",
         "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
-        "fitting": f"{_HERE}.planner.fitting:advice",
+        "fitting": f"{_HERE}.planner.fitting:fitting_advice",
         "footprint": f"{_HERE}.memory_limits.footprint:estimate_footprint",
         "memory_budget": f"{_HERE}.memory_limits.budget:MemoryBudget",
         "guard": f"{_HERE}.python_state.state_guard:StateGuard",

@@ -13,7 +13,7 @@ from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime.batch import MicroBatches
 
 
-def advice(compiler: Compiler, micro: MicroBatches, kind: Kind) -> str:
+def fitting_advice(compiler: Compiler, micro: MicroBatches, kind: Kind) -> str:
     """The fastest schedule, micro-batches, recomputation and offloading that are predicted to keep
     the memory limits of a pipe, as text; or why there are none.
 
