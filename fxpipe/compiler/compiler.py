@@ -244,7 +244,7 @@ class Compiler:
             whole,
             purpose,
             sizes[0],
-            self.choice.threads(plan, schedule),
+            self.choice.threads(plan, schedule, sizes[0] / self._placement.samples),
             terms,
             [plans[size][1].specs for size in sizes],
             self.options.group.call,
@@ -307,7 +307,8 @@ class Compiler:
             costs = self._placement.costs
             stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
             plan = replace(plan, stages=stages)
-        threads = self.choice.threads(plan, compiled.schedule)
+        larger = compiled.samples / self._placement.samples
+        threads = self.choice.threads(plan, compiled.schedule, larger)
         measured = replace(compiled, plan=plan, threads=threads)
         for key, (known, plans) in self._known.items():
             if known is compiled:

@@ -61,25 +61,31 @@ class Placement:
         owners: parameter or buffer, by its name in the model → the first stage that reads it.
         costs: stage → its costs, as measured on the first graph; empty if that was cut by names,
             until somebody asks for them.
+        samples: the samples of the micro-batch of these costs.
         timetable: makes the schedule of training steps, which places the stages on devices.
     """
 
     def __init__(self, options: Options, timetable: Timetable) -> None:
         self.owners: Mapping[str, int] = {}
         self.costs: Mapping[int, StageCosts] = {}
+        self.samples = 1
         self._options = options
         self.timetable = timetable
         self._reference: tuple[Traced, Assignment] | None = None
         self._budget: Budget | None = None
         self._measured: Mapping[str, Any] = {}
+        self._measured_samples = 1
         self._parted = True  # whether steps may split backwards, so that halves are measured
 
-    def place(self, facts: Mapping[str, Any], microbatches: int, *, step: bool) -> Assignment:
+    def place(
+        self, facts: Mapping[str, Any], microbatches: int, samples: int, *, step: bool
+    ) -> Assignment:
         """Assign every node of a graph to a stage.
 
         Args:
             facts: the result of ``Call.as_trained`` for the graph.
             microbatches: the number of micro-batches in a batch.
+            samples: the samples of this one.
             step: whether it is the graph of a step, whose memory ``keeps_limits`` checks later.
 
         Raises:
@@ -109,6 +115,7 @@ class Placement:
                 if machine.limited
                 else {"traced": traced, "costs": self.node_costs(facts)}
             )
+            self._measured_samples = samples
         facts = {
             **({"traced": traced} if later else self._measured),
             "state": facts["state"],
@@ -131,6 +138,7 @@ class Placement:
         self._reference = traced, assignment
         self.owners = first_readers(traced, assignment)
         self.costs = {} if later else self._by_stage(traced, assignment, facts["costs"])
+        self.samples = samples if later else self._measured_samples
         return assignment
 
     def _can_measure_later(self, traced: Traced, schedule: Schedule) -> bool:

@@ -259,7 +259,7 @@ class Plans:
         traced = self.trace(call)
         facts = call.as_trained(traced, self.options.model)
         assignment = self.placement.place(
-            facts, call.schedule.microbatches, step=call.purpose == "step"
+            facts, call.schedule.microbatches, call.size, step=call.purpose == "step"
         )
         key = *self._kind(call), key[-1]  # tracing may have found what that depends on
         graph = self.graphs[key, shapes] = self.relayed(call, traced, assignment)

@@ -41,26 +41,29 @@ class ThreadChoice:
         self.most = 1 if dispatch == "thread" else devices
         self._fixed = dispatch is not None or devices == 1
 
-    def threads(self, plan: Plan, schedule: Schedule) -> int:
+    def threads(self, plan: Plan, schedule: Schedule, larger: float = 1.0) -> int:
         """How many threads run the devices' lists: 1, or one for each device, whichever is
-        predicted to be faster."""
+        predicted to be faster. Micro-batches are so many times ``larger`` than when the stages were
+        measured."""
         if self._fixed:
             return self.most
         if processors() == 1:
             return 1
-        one, each = step_seconds(plan, schedule)
+        one, each = step_seconds(plan, schedule, larger)
         return 1 if one < each else self.most
 
 
-def step_seconds(plan: Plan, schedule: Schedule) -> tuple[float, float]:
+def step_seconds(plan: Plan, schedule: Schedule, larger: float = 1.0) -> tuple[float, float]:
     """The predicted seconds of a step whose devices are run by one thread, and by a thread each.
+
+    Measured times count in proportion to the samples of a micro-batch: see ``threads``.
 
     With threads, the slowest device is never idle, but for one micro-batch that goes through the
     others, unless batches overlap; and not more of them compute at once than there are processors.
     """
     times, longer = [0.0] * schedule.devices, [0.0] * schedule.devices
     for stage, device in zip(plan.stages, schedule.placement, strict=True):
-        seconds, operations = _work(stage, trains=schedule.trains)
+        seconds, operations = _work(stage, larger, trains=schedule.trains)
         times[device] += seconds
         longer[device] += seconds + HAND_OVER * operations
     count, slowest, together = schedule.microbatches, max(longer), sum(longer)
@@ -68,7 +71,7 @@ def step_seconds(plan: Plan, schedule: Schedule) -> tuple[float, float]:
     return count * sum(times), max(count * slowest + way, count * together / processors())
 
 
-def _work(stage: Stage, *, trains: bool) -> tuple[float, int]:
+def _work(stage: Stage, larger: float, *, trains: bool) -> tuple[float, int]:
     """The seconds of a stage for one micro-batch, and its operations, each of which hands over the
     lock. They are measured, or else by the sizes of tensors."""
     graphs = [stage.forward]
@@ -80,7 +83,7 @@ def _work(stage: Stage, *, trains: bool) -> tuple[float, int]:
         seconds += HAND_OVER * sum(sizes) / ELEMENTS
         operations += 1 if is_compiled(graph) else sum(_operations(graph))
     if stage.costs is not None:
-        seconds = stage.costs.forward + (stage.costs.backward if trains else 0.0)
+        seconds = larger * (stage.costs.forward + (stage.costs.backward if trains else 0.0))
     return seconds, operations
 
 

@@ -127,3 +127,31 @@ def test_a_module_that_is_called_has_the_operations_of_those_inside(
     plan = plan_of(nn.Sequential(leaf), [], extensions=[fxpipe.LeafModules(Called)])
     one, each = step_seconds(timed(plan, [3.0]), find_recipe("inference")(1, 1))
     assert each - one == 3 + 2  # an alias of what it returns, and the loss
+
+
+def test_times_are_those_of_larger_micro_batches_than_were_measured(
+    three: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "HAND_OVER", 2.0)
+    plan, schedule = timed(three, [1.0, 2.0, 3.0]), find_recipe("1f1b")(3, 4)
+    assert step_seconds(plan, schedule, 5.0) == step_seconds(
+        timed(three, [5.0, 10.0, 15.0]), schedule
+    )
+
+
+def test_a_small_first_call_decides_nothing_for_large_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All operations take 10 microseconds in tests: so they do for one sample, and for 64 more."""
+    monkeypatch.setattr(choice, "HAND_OVER", 1e-5)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(8)))
+    with fxpipe.compile(model, 2, microbatches=2, loss=MSE) as pipe, torch.no_grad():
+        pipe.eval()(X[:2])
+        assert pipe._calls.compiled().threads == 1
+        pipe.train()
+        with torch.enable_grad():
+            x = torch.randn(128, 6)
+            pipe.step(x, target=x)
+            assert pipe._calls.compiled().threads == 2
+            pipe.step(x[:2], target=x[:2])
+            assert pipe._calls.compiled().threads == 1

@@ -207,7 +207,9 @@ class AutoCompiler(Compiler):
                 if self._placement.judged:
                     raise PartitionError("the stages are made, and stay as they are")
             if self._placement.judged or self._placement.keeps_limits(choice.peaks):
-                self._placement.costs = stages.costs(choice.candidate.microbatches)
+                count = choice.candidate.microbatches
+                self._placement.costs = stages.costs(count)
+                self._placement.samples = stages.samples(count)
                 self._stages = stages
                 return choice
             self._forget()

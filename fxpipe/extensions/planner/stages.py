@@ -141,7 +141,7 @@ class Stages:
 
     def _unhindered(self, count: int) -> float:
         """The seconds of a step whose devices, or the one thread of all, are never idle."""
-        times = self._known(self._samples(count))
+        times = self._known(self.samples(count))
         work = count * sum(time for (letter, _), time in times.items() if letter in "FB")
         return work / (1 if self._serial(count) else self._devices)
 
@@ -153,7 +153,7 @@ class Stages:
         schedule = replace(self._compiled.schedule, microbatches=count)
         return self._alone and self.compiler.choice.threads(plan, schedule) == 1
 
-    def _samples(self, count: int) -> int:
+    def samples(self, count: int) -> int:
         """The samples of a micro-batch if the batch is split into ``count`` micro-batches."""
         return -(-self._size // count)
 
@@ -170,14 +170,14 @@ class Stages:
 
     def costs(self, count: int) -> Mapping[int, StageCosts]:
         """Stage → its costs if the batch is split into ``count`` micro-batches."""
-        times = self._known(self._samples(count))
+        times = self._known(self.samples(count))
         return {s: StageCosts(*(times[x, s] for x in "FBIW")) for s in range(len(self._placement))}
 
     def _least(self, recipe: Recipe, count: int) -> float:
         """A lower bound for the seconds of a step."""
         if self._serial(count):  # one thread does the work of all devices
             return self._unhindered(count)
-        return least_seconds(self._known(self._samples(count)), recipe, count, self._devices)
+        return least_seconds(self._known(self.samples(count)), recipe, count, self._devices)
 
     def _at(self, samples: int) -> Compiled:
         """The same step for micro-batches of another size, with a plan that is made for zeros, not
@@ -230,12 +230,12 @@ class Stages:
                 f"schedule {schedule.name!r} has backwards in halves, and these stages have whole "
                 'ones; name a schedule with whole backwards, such as "1f1b"'
             )
-        call = self._at(self._samples(candidate.microbatches)) if sized else self._compiled
+        call = self._at(self.samples(candidate.microbatches)) if sized else self._compiled
         return self.compiler.lowered(call.plan, schedule, "step", self._updates)
 
     def predict(self, candidate: Candidate) -> Predicted | None:
         """Predict a step of a candidate; None if these stages cannot run it."""
-        samples, sizes = self._samples(candidate.microbatches), Sizes()
+        samples, sizes = self.samples(candidate.microbatches), Sizes()
         try:
             sized = bool(self._limited or self._links)
             program = self._lowered(candidate, sized=sized)
