@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class GivenOptimizer:
         self._given: Any = given
         self._model = model
         self._known = dict(model.named_parameters(remove_duplicate=False))
-        if isinstance(given, Optimizer | list | tuple):
+        if isinstance(given, Optimizer) or _are_optimizers(given):
             self.whole = self._checked(_optimizer(given), "the optimizer")
         elif not callable(given):
             text, kind = repr(given), type(given).__name__
@@ -154,10 +154,16 @@ def _called(factory: Callable[[Any], object], given: list[Any]) -> object:
         ) from error
 
 
+def _are_optimizers(value: object) -> TypeGuard[Sequence[Optimizer]]:
+    if not isinstance(value, list | tuple):
+        return False
+    return bool(value) and all(isinstance(each, Optimizer) for each in value)
+
+
 def _optimizer(value: object) -> Optimizer:
     """Return an optimizer, or several as one. Raises InputError if it is none, wraps another
     optimizer, or has a step that needs a closure, or if two of several have the same parameter."""
-    if isinstance(value, list | tuple) and value and all(isinstance(x, Optimizer) for x in value):
+    if _are_optimizers(value):
         optimizers = [*map(_optimizer, value)]
         seen: set[int] = set()
         for optimizer in optimizers:
