@@ -152,8 +152,8 @@ def test_what_one_alone_may_not_be_several_may_not_be() -> None:
     sgd = torch.optim.SGD
     refused([sgd([first]), sgd([*rest, first])], "has a parameter that an optimizer before it in")
     refused([sgd([first]), torch.optim.LBFGS(rest)], "evaluates the loss anew")
-    refused([sgd([first]), "adam"], "optimizer returns a list")
-    refused([], "optimizer returns a list")
+    refused([sgd([first]), "adam"], "optimizer is one list")
+    refused([], r"optimizer is \[\]")
     hooked = sgd(rest)
     handle = hooked.register_step_post_hook(lambda *_: None)
     refused([sgd([first]), hooked], "the optimizer has a hook on its step")
