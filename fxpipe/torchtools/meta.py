@@ -72,12 +72,24 @@ class Scratch:
         if memory is None or len(memory) < span:
             room = max(span, self._least, 2 * len(memory) if memory is not None else 0)
             del memory
-            memory = _numbers(torch.empty(room, dtype=dtype), self._signed).to(self._device)
+            memory = _memory(room, dtype, self._signed).to(self._device)
         memories.append(memory)
         part = memory.view(torch.uint8)[: span * tensor.element_size()]
         # with a storage of its own; through a capsule on whichever device is the current one
         own = from_dlpack(_to_dlpack(part))
         return own.view(dtype).as_strided(shape, strides)
+
+
+_DRAWN = 1 << 16
+"""How many numbers are drawn for a memory, which repeats them: to draw all takes long."""
+
+
+def _memory(room: int, dtype: torch.dtype, signed: bool) -> Tensor:
+    """Memory for so many small numbers, see ``_numbers``."""
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        return torch.zeros(room, dtype=dtype)  # the system has such memory, untouched
+    some = _numbers(torch.empty(min(room, _DRAWN), dtype=dtype), signed)
+    return some if room <= _DRAWN else some.repeat(-(-room // _DRAWN))[:room]
 
 
 def _numbers(tensor: Tensor, signed: bool = False) -> Tensor:

@@ -36,6 +36,9 @@ _ROUNDS = 5
 _SAMPLES = 4
 """How often an operation is timed, unless runs end earlier because few operations lack times."""
 
+_LONG = 0.04
+"""Seconds after which an operation needs no more times: of long ones they differ little."""
+
 _RARE = 0.1
 """Runs end once operations with fewer times make up at most this share of the total time."""
 
@@ -185,17 +188,29 @@ class _Times:
         met: how often each operation occurs in the graphs.
         taken: how often it has run after the first run, which warms up.
         best: its least time.
+        spent: the sum of its times.
     """
 
     def __init__(self) -> None:
         self.met: Counter[Operation] = Counter()
         self.taken: Counter[Operation] = Counter()
         self.best: dict[Operation, float] = {}
+        self.spent: Counter[Operation] = Counter()
+
+    def note(self, operation: Operation, seconds: float) -> None:
+        """Note a time of an operation."""
+        self.best[operation] = min(seconds, self.best.get(operation, seconds))
+        self.spent[operation] += seconds  # type: ignore[assignment]
+
+    def lacks(self, operation: Operation, more: int = 0) -> bool:
+        """Whether an operation lacks times, after so many runs more than were noted."""
+        few = self.taken[operation] < _SAMPLES + more
+        return few and self.spent[operation] < _LONG
 
     def enough(self) -> bool:
         """Whether operations with too few times make up little of the total time."""
         total = {operation: best * self.met[operation] for operation, best in self.best.items()}
-        rare = sum(total[operation] for operation in total if self.taken[operation] < _SAMPLES)
+        rare = sum(total[operation] for operation in total if self.lacks(operation))
         return bool(total) and rare <= _RARE * sum(total.values())
 
 
@@ -223,9 +238,9 @@ class _Timer(fx.Interpreter):
     def run(self, *args: Any, **kwargs: Any) -> Any:
         value = super().run(*args, **kwargs)
         spans, self._spans = self._spans, []
-        best, times = self._times.best, self._watch.seconds([span for _, span in spans])
+        times = self._watch.seconds([span for _, span in spans])
         for (operation, _), seconds in zip(spans, times, strict=True):
-            best[operation] = min(seconds, best.get(operation, seconds))
+            self._times.note(operation, seconds)
         return value
 
     def run_node(self, n: fx.Node) -> Any:
@@ -241,7 +256,7 @@ class _Timer(fx.Interpreter):
             self._times.taken[operation] += 1
         first = self._first.setdefault(operation, n)
         # time all operations equally often: the least of more times would be smaller
-        timed = not warms_up and self._times.taken[operation] <= _SAMPLES
+        timed = not warms_up and self._times.lacks(operation, more=1)
         if not timed and first in self._stand_ins and not (warms_up and first is n):
             return self._kept(n, self._stand_ins[first])
         start = self._watch.mark()

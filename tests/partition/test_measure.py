@@ -247,15 +247,25 @@ def test_a_clock_that_ticks_seldom_times_no_operation(monkeypatch: pytest.Monkey
 
 
 class Slowing(Counting):
-    """A device on which everything takes longer than all that it did before."""
+    """A device on which everything takes longer than all that it did before, by so many units."""
 
-    def mark(self) -> int:
+    def __init__(self, unit: float) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def mark(self) -> Any:
         self.marks += 1
-        return self.marks**2
+        return self.marks**2 * self.unit
 
 
-def slowing(model: nn.Module, x: Tensor) -> tuple[dict[str, NodeCost], Slowing]:
-    traced, watch = front_end(model, x), Slowing()
+SHORT = 2.0**-40
+"""Seconds, of which sums are exact."""
+
+
+def slowing(
+    model: nn.Module, x: Tensor, unit: float = SHORT
+) -> tuple[dict[str, NodeCost], Slowing]:
+    traced, watch = front_end(model, x), Slowing(unit)
     plan = part_backward(differentiated(model, traced, whole(traced), x))
     return measure(traced, plan, values_of(traced, x), traced.state_of(model), watch), watch
 
@@ -323,3 +333,10 @@ def test_what_differs_in_shape_layout_type_or_a_number_is_timed_apart() -> None:
     assert len(set(times)) == 5
     assert times[5] == times[1]
     assert watch.waits == 5  # what is there once is run often; nothing has a gradient
+
+
+def test_what_takes_long_is_timed_once() -> None:
+    costs, watch = slowing(Unlike(), torch.randn(8, 8), unit=1.0)
+    times = [cost.forward for name, cost in costs.items() if name.startswith("softmax")]
+    assert len(set(times)) == 5 and times[5] == times[1]
+    assert watch.waits == 2  # the first run warms up

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import fxpipe
 from fxpipe import FxpipeError
-from tests.simcuda.faults import Fault
+from tests.simcuda.faults import LANES, Fault
 from tests.simcuda.test_steps import Tokens, called, tokens
 from tests.simcuda.training import Setting, sgd, train
 
@@ -98,18 +98,17 @@ def _computed(
 def _held_up(devices: Sequence[Any], look: Look) -> Values:
     """The same where each device copies from another for the first time only once the caller has
     begun the next step, whose batch is elsewhere."""
-    from fxpipe.extensions.streams.lanes import Lanes
-
-    begin, leaving = Lanes.begin, Lanes._leaving_stream
+    lanes = importlib.import_module(LANES).Lanes
+    begin, leaving = lanes.begin, lanes._leaving_stream
     begun, changed = Counter[int](), threading.Condition()
 
-    def counted(self: Lanes, before: Mapping[torch.device, torch.Event]) -> None:
+    def counted(self: Any, before: Mapping[torch.device, torch.Event]) -> None:
         begin(self, before)
         with changed:
             begun[id(self)] += 1
             changed.notify_all()
 
-    def held(self: Lanes, stream: str, source: torch.device) -> torch.Stream:
+    def held(self: Any, stream: str, source: torch.device) -> Any:
         with changed:
             if stream == "in" and (stream, source) not in self._leaving:
                 now = begun[id(self)]
@@ -117,8 +116,8 @@ def _held_up(devices: Sequence[Any], look: Look) -> Values:
         return leaving(self, stream, source)
 
     with (
-        patch.object(Lanes, "begin", counted),
-        patch.object(Lanes, "_leaving_stream", held),
+        patch.object(lanes, "begin", counted),
+        patch.object(lanes, "_leaving_stream", held),
     ):
         return _computed([None, 2, None, 2, None], "2bw", devices, look)
 

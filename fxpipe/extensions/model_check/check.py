@@ -7,6 +7,7 @@ and the gradient of every parameter. Random operations draw a fixed pattern in b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -311,8 +312,7 @@ def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -
     if not _rounds(here):
         count = int((here != there).sum())
         return f"{count} of its entries differ" if count > few * here.numel() else ""
-    apart = (here - there).abs_() if here.is_floating_point() else (here - there).abs()
-    if not here.numel() or float(apart.amax()) <= allowed:
+    if not here.numel() or _extent(here - there) <= allowed:
         return ""
     if torch.allclose(here, there, rtol=0.0, atol=allowed, equal_nan=True):
         return ""
@@ -323,6 +323,17 @@ def _greatest(tensor: Tensor) -> float:
     """The greatest absolute value among the finite entries."""
     if not _rounds(tensor):
         return 0.0
-    sizes = tensor.detach().abs()
+    tensor = tensor.detach()
+    if tensor.numel() and math.isfinite(size := _extent(tensor)):
+        return size
+    sizes = tensor.abs()
     sizes = sizes.float() if sizes.element_size() < 4 else sizes
     return float(sizes.nan_to_num_(0.0, 0.0, 0.0).amax()) if tensor.numel() else 0.0
+
+
+def _extent(tensor: Tensor) -> float:
+    """The greatest absolute value among all entries, of which there is one; it reads them once."""
+    if tensor.is_complex():
+        return float(tensor.abs().amax())
+    least, most = torch.aminmax(tensor)
+    return max(abs(float(least)), abs(float(most)))
