@@ -70,7 +70,8 @@ class Sample:
 
     @staticmethod
     def of(host: BatchHost, objective: Objective, count: int, device: torch.device) -> Sample:
-        """The outputs of ``count`` micro-batches that a host has, in single precision or more."""
+        """The outputs of ``count`` micro-batches that a host has, in single precision or more.
+        Raises LookupError if it is not known along which dimension they are joined."""
         handed = dict(zip(host.traced.inputs, zip(*host.micro.leaves, strict=True), strict=True))
 
         def part(out: Value | Constant, index: int) -> Any:
@@ -81,7 +82,11 @@ class Sample:
 
         outs = host.traced.outputs
         outputs = [to_device([part(o, i) for o in outs], device) for i in range(count)]
-        dims = [out.dims for out in outs]
+        first = set(filter(None, host.micro.batch.dims)) == set()
+        dims = [
+            _dims(value, host.micro.sizes[0], first) if out.dims is None else out.dims
+            for out, value in zip(outs, outputs[0], strict=True)
+        ]
         return Sample(objective, host.micro, outputs, dims, host.traced.out_spec, device)
 
     @property
@@ -264,6 +269,15 @@ def _rounding(values: Sequence[Any]) -> float:
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _dims(value: Any, size: int, first: bool) -> tuple[int, ...]:
+    """The batch dimension of an output of a micro-batch of this size, if it has one; ``first`` if
+    that of all inputs is the first. Raises LookupError if several dimensions are as large."""
+    found = [dim for dim, n in enumerate(getattr(value, "shape", ())) if n == size]
+    if len(found) > 1 and not (first and found[0] == 0):
+        raise LookupError(f"the batch may be in any of the dimensions {found}")
+    return tuple(found[:1])
 
 
 def _precise(value: Any) -> Any:

@@ -331,5 +331,44 @@ def test_the_loss_of_the_joined_outputs_is_computed_once(loss: Callable[..., Ten
     assert asked.call_count == 2  # for each batch size
 
 
+class TimeFirst(nn.Module):
+    """Takes and returns rows of a sequence, then samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+
+def flattened(o: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(o.flatten(0, 1), t.flatten())
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("length", "told"), [(3, True), (2, False)])
+def test_outputs_are_joined_along_their_batch_dimension_or_not_at_all(
+    length: int, told: bool
+) -> None:
+    """Where a sequence is as long as a micro-batch is large, nothing says which is which."""
+    x = torch.randn(length, 8, 4, generator=RANDOM, dtype=torch.float64)
+    y = torch.randint(5, (length, 8), generator=RANDOM)
+    options: dict[str, Any] = {"microbatches": 4, "batch_dims": {"x": 1, "target": 1}}
+    with fxpipe.compile(TimeFirst(), 1, loss=flattened, **options) as pipe:
+        pipe.step(x, target=y)  # a warning would be an error
+
+    def root(o: Tensor, t: Tensor) -> Tensor:
+        return flattened(o, t).sqrt()
+
+    with (
+        fxpipe.compile(TimeFirst(), 1, loss=root, **options) as pipe,
+        warnings.catch_warnings(record=True) as found,
+    ):
+        warnings.simplefilter("always")
+        pipe.step(x, target=y)
+    assert bool(found) == told
+
+
 def test_what_is_counted_is_compared_as_counted() -> None:
     assert_whole(masked_mean, X, IGNORING, 4, extensions=[fxpipe.LossWeight(counted)])
