@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe.extensions.loss_weight.weighing import as_numbers, divided
@@ -119,3 +121,41 @@ def test_weights_of_classes_on_a_device_are_read_when_they_have_changed(
     *_, warm, changed = on_devices(class_weights, place)
     assert warm == once
     assert changed > 0
+
+
+def rooted(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = mse_loss(output, target).sqrt()
+    return loss, {"root": loss}
+
+
+def compared(schedule: str) -> Any:
+    """What is told of each step, and whether the number beside the last loss is that."""
+    from tests.simcuda import cuda
+
+    cuda.configure(cuda.Mode.LAZY)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    x, y = torch.randn(8, 6, device="cuda:0"), torch.randn(8, 6, device="cuda:0")
+    told = []
+    options: dict[str, Any] = {"microbatches": 4, "schedule": schedule, "optimizer": sgd}
+    with fxpipe.compile(model, PLACES, loss=rooted, **options) as pipe:
+        for _ in range(3):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                cuda.take()
+                loss = pipe.step(x, target=y)
+                pipe.flush()
+                assert not cuda.take().races
+            told.append([str(each.message) for each in warned])
+        numbers = pipe._engine.numbers
+        assert numbers is not None
+        same = numbers.read() == {"root": float(loss)}
+    return told, same
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("schedule", ["2bw", *deep("1f1b")])
+def test_outputs_on_a_device_are_compared_once(schedule: str) -> None:
+    (first, *later), same = on_devices(compared, schedule)
+    assert len(first) == 1 and "no weights of micro-batches make it right" in first[0]
+    assert not any(later) and same
