@@ -199,8 +199,8 @@ class FrontEnd:
         ):
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
             with put_back(leaves) as written, stand_ins.inside(options.model):
-                facts = run_all(passes.of(self.options, "try"), facts)
-            output = facts["output"]
+                tried = run_all(passes.of(self.options, "try"), facts)
+            output, facts["logged"] = tried["output"], tried.get("logged", ())
             self.guard.calls_loss = self.fallback.loss
             if written:
                 raise TraceError(

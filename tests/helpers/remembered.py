@@ -105,7 +105,7 @@ def _key(value: Any) -> Any:
     if isinstance(value, Traced) and value.under_autograd:  # these are the model's own objects
         raise _Unknown
     if isinstance(value, Traced):  # its other fields come from its graph
-        rest = value.outputs, value.writes, value.deferred, value.loss
+        rest = value.outputs, value.writes, value.deferred, value.loss, value.numbers
         return _same(value.module), _key(rest)
     if isinstance(value, Plan):
         return _same(value)
@@ -114,6 +114,8 @@ def _key(value: Any) -> Any:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return value.__code__, _key(cells), _key(value.__defaults__), _key(value.__kwdefaults__)
+    if isinstance(value, types.MethodType):
+        return "method", value.__func__.__code__, _key(value.__self__)
     if isinstance(value, partial):
         return "partial", _key(value.func), _key(value.args), _key(value.keywords)
     if isinstance(value, Mapping):

@@ -9,6 +9,7 @@ Each stage steps by itself, so its estimate would be one over its own parameters
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from fxpipe.torchtools.accelerator import random_kept
 from fxpipe.torchtools.optimizers import class_of, copy_alone, parts_of
 from fxpipe.torchtools.source import users_level
 
-_STEPS = 40
-"""How many steps are tried, all downhill: the first ones may only begin an estimate."""
+_STEPS = 2, 40
+"""How many steps are tried, all downhill. The second number only where steps change settings of a
+group, as an estimate that the first ones begin."""
 
 _SIZE = 4
 """The rows and columns of a parameter that is tried."""
@@ -46,12 +48,15 @@ def is_coupled(optimizer: Optimizer) -> bool:
     optimizers update each parameter by itself."""
     if all(type(part).__module__.startswith("torch.optim.") for part in parts_of(optimizer)):
         return False
-    with random_kept(()), torch.inference_mode(False), torch.no_grad():
-        try:
-            alone, among = _tried(optimizer, 1.0), _tried(optimizer, -8.0)
-        except Exception:
-            return False
-    return not all(map(_same, alone, among))
+    with random_kept(()), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
+        for steps in _STEPS:
+            alone, changes = _tried(optimizer, steps, 1.0)
+            among, _ = _tried(optimizer, steps, -8.0)
+            if not all(map(_same, alone, among)):
+                return True
+            if not changes:
+                break
+    return False
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
@@ -59,9 +64,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.nan_to_num(), second.nan_to_num())
 
 
-def _tried(optimizer: Optimizer, scale: float) -> list[Tensor]:
-    """The first parameter of each group after some steps. The gradients of the others, which are
-    as many and of the same size, are multiplied by ``scale`` in every other step."""
+def _tried(optimizer: Optimizer, steps: int, scale: float) -> tuple[list[Tensor], bool]:
+    """The first parameter of each group after some steps, and whether these change settings of a
+    group. The gradients of the other parameters, which are as many and of the same size, are
+    multiplied by ``scale`` in every other step."""
     torch.manual_seed(0)
     pairs = [
         [nn.Parameter(torch.randn(_SIZE, _SIZE)) for _ in range(2)] for _ in optimizer.param_groups
@@ -72,9 +78,10 @@ def _tried(optimizer: Optimizer, scale: float) -> list[Tensor]:
     ]
     stepped = copy_alone(optimizer, groups)
     slopes = [(torch.randn(_SIZE, _SIZE), torch.randn(_SIZE, _SIZE)) for _ in pairs]
-    for step in range(_STEPS):
+    before = [repr(settings(group)) for group in groups]
+    for step in range(steps):
         for (first, other), slope in zip(pairs, slopes, strict=True):
             first.grad, other.grad = slope[0].clone(), slope[1] * (scale if step % 2 else 1.0)
         torch.manual_seed(0)  # for what the step draws
         type(optimizer).step(stepped)
-    return [first for first, _ in pairs]
+    return [first for first, _ in pairs], [repr(settings(group)) for group in groups] != before

