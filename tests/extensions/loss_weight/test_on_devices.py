@@ -147,7 +147,7 @@ def compared(schedule: str) -> Any:
                 pipe.flush()
                 assert not cuda.take().races
             told.append([str(each.message) for each in warned])
-        numbers = pipe._engine.numbers
+        numbers = pipe._engine.logged
         assert numbers is not None
         same = numbers.read() == {"root": float(loss)}
     return told, same
