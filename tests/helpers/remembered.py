@@ -105,7 +105,7 @@ def _key(value: Any) -> Any:
     if isinstance(value, Traced) and value.under_autograd:  # these are the model's own objects
         raise _Unknown
     if isinstance(value, Traced):  # its other fields come from its graph
-        rest = value.outputs, value.writes, value.deferred, value.loss, value.numbers
+        rest = value.outputs, value.writes, value.deferred, value.loss, value.logged
         return _same(value.module), _key(rest)
     if isinstance(value, Plan):
         return _same(value)
