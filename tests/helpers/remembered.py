@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.compiler import front_end, passes, placement, plans
+from fxpipe.compiler import front_end, passes, placement, plans, reads
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.runner import Pass, run_all
@@ -111,6 +111,8 @@ def _key(value: Any) -> Any:
         return _same(value)
     if isinstance(value, nn.Module):
         return _module(value)
+    if isinstance(value, types.FunctionType) and value.__module__ == reads.__name__:
+        raise _Unknown  # what stands for the values of a call
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
         return value.__code__, _key(cells), _key(value.__defaults__), _key(value.__kwdefaults__)

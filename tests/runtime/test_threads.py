@@ -158,6 +158,11 @@ def test_pipes_run_side_by_side_once_they_are_compiled() -> None:
         pipe.close()
 
 
+def _tried(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether these are not a model's parameters, but small ones on which its class is tried."""
+    return all(p.shape == (4, 4) for group in optimizer.param_groups for p in group["params"])
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
 def test_nothing_runs_in_any_pipe_while_a_model_is_traced(schedule: str) -> None:
     """Torch says of all threads that they are compiled, and optimizers then round otherwise."""
@@ -169,7 +174,8 @@ def test_nothing_runs_in_any_pipe_while_a_model_is_traced(schedule: str) -> None
                 other.traced.wait(0.3)  # in vain, unless that is traced before this is through
             if other.traced.is_set():
                 other.disturbed.set()
-            compiling.append(torch.compiler.is_compiling())
+            if not _tried(self):
+                compiling.append(torch.compiler.is_compiling())
             return super().step(closure)
 
     model, data = make("mlp", 6, 4)
@@ -247,7 +253,8 @@ def test_a_loss_may_be_read_in_another_thread_than_the_one_that_steps() -> None:
 def test_what_runs_in_a_pipes_own_threads_may_ask_the_pipe() -> None:
     class Asking(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            states.append(pipe.state_dict())
+            if not _tried(self):
+                states.append(pipe.state_dict())
             return super().step(closure)
 
     states: list[Any] = []
