@@ -45,7 +45,7 @@ class Scratch:
         device: where the memory is.
         turns: how many memories of a dtype take turns, so that operands of an operation seldom
             share one.
-        least: how many numbers a memory has at least.
+        least: how many numbers a memory of a floating-point type has at least.
         signed: whether its numbers have both signs.
     """
 
@@ -70,7 +70,8 @@ class Scratch:
         memories = self._memories[dtype]
         memory = memories.popleft() if len(memories) == self._turns else None
         if memory is None or len(memory) < span:
-            room = max(span, self._least, 2 * len(memory) if memory is not None else 0)
+            least = self._least if dtype.is_floating_point else 0
+            room = max(span, least, 2 * len(memory) if memory is not None else 0)
             del memory
             memory = _memory(room, dtype, self._signed).to(self._device)
         memories.append(memory)
