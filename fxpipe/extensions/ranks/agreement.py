@@ -105,6 +105,7 @@ class Ranks(RankGroup):
         """Also flushes, on all ranks, if the batch of a replica cannot join those in flight."""
         batch, compiles = micro.batch, known is None
         leaves = [*zip(batch.names, batch.leaves, strict=True)]
+        numbers = {batch.names[index]: number for index, number in batch.numbers.items()}
         if self._state is None or self._state[0] != compiler.state:
             self._state = compiler.state, state_text(compiler.options.model, compiler.state)
         common = [
@@ -116,7 +117,7 @@ class Ranks(RankGroup):
         ]
         own = [
             f"a batch of {batch.size} samples",
-            *(f"{name}: {_leaf_text(leaf)}" for name, leaf in leaves),
+            *(f"{name}: {_leaf_text(numbers.get(name, leaf))}" for name, leaf in leaves),
         ]
         if first:  # later, replicas may have batches of other shapes
             common += own
@@ -124,7 +125,11 @@ class Ranks(RankGroup):
         common += engine.progress.settings() if engine.batches else ()
         since = "new" if known is None else f"those of call {known.call}"
         own.append(f"attributes, globals and hooks that its code reads: {since}")
-        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, Tensor)]
+        tensors = [
+            (name, leaf)
+            for name, leaf in leaves
+            if isinstance(leaf, Tensor) and name not in numbers
+        ]
         own += [f"{name}: {_leaf_text(x)}, {digest(x)}" for name, x in tensors if compiles]
         flushes = known is not None and not engine.joins(known)
         ranks = self.agree(

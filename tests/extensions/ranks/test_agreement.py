@@ -39,17 +39,17 @@ def test_other_inputs_on_one_rank_are_an_error_on_all() -> None:
 
 
 class Scaled(nn.Module):
-    """What it computes depends on an attribute, on a mode and on what is trained."""
+    """What it computes depends on attributes, on a mode and on what is trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.last = nn.Linear(4, 2)
-        self.scale = 1.0
+        self.scale, self.doubled = 1.0, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.last(self.first(x) * self.scale)
-        return out
+        return out * 2 if self.doubled else out
 
 
 def switching(mesh: DeviceMesh, what: str) -> list[str | int]:
@@ -63,8 +63,10 @@ def switching(mesh: DeviceMesh, what: str) -> list[str | int]:
         model, mesh, microbatches=2, loss=F.mse_loss, partition=["last"], optimizer=None
     ) as pipe:
         for state in (False, True, False, alone):
-            if what == "attribute":
+            if what == "number":
                 model.scale = 2.0 if state else 1.0
+            elif what == "attribute":
+                model.doubled = state
             elif what == "mode":
                 model.first[1].train(not state)
             else:
@@ -80,6 +82,7 @@ def switching(mesh: DeviceMesh, what: str) -> list[str | int]:
 @pytest.mark.parametrize(
     ("what", "line"),
     [
+        ("number", "model.scale: 2.0"),
         ("attribute", "attributes, globals and hooks that its code reads: those of call "),
         *deep(
             ("mode", "the pipe is in training mode, but for first.1"),
