@@ -118,6 +118,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
         "Program.draw": f"{_HERE}.draw.schedule:draw_program",
         "Program.simulate": f"{_HERE}.simulator:simulate",
+        "Recipe.formulas": f"{_HERE}.formulas.formulas:formulas",
         "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",
         "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
         "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",

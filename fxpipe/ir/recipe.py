@@ -12,7 +12,7 @@ from operator import index
 from typing import Any
 
 from fxpipe.errors import InputError, near, told
-from fxpipe.extend import find, names, there
+from fxpipe.extend import View, find, names, there
 from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
 from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
@@ -134,6 +134,8 @@ class Recipe:
             frozenset(paired),
             self.slices,
         )
+
+    formulas = View()
 
     def placed(self, placement: Placement) -> Recipe:
         """The same recipe over another placement, such as ``round_robin(4)``."""

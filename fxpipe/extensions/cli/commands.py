@@ -89,6 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("-m", "--microbatches", type=int, metavar="N", help=given)
     add("--text", action="store_true", help="print only its text")
     add("--draw", metavar="FILE", help="draw it: .svg, .png, .pdf")
+    given = "print only its makespan, bubble and memory in closed form, for any p and m"
+    add("--formulas", action="store_true", help=given)
     given = "how long tasks take: all F=1, on stage 3 F@3=1.5, of micro-batch 0 there F0@3=2"
     add("--costs", metavar="F=1,B=2", help=given)
     add("--steps", type=int, metavar="N", help="the number of consecutive steps")
@@ -128,6 +130,9 @@ def list_schedules(given: Namespace) -> bool:
 
 def show_schedule(given: Namespace) -> bool:
     """``fxpipe schedule``: the grid and the figures of one schedule."""
+    if given.formulas:
+        print(find_recipe(given.schedule).formulas())
+        return True
     schedule = named_schedule(given.schedule, given.devices, given.microbatches)
     costs = read_costs(given.costs)
     try:

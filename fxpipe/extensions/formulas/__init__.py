@@ -1,0 +1,1 @@
+"""Closed forms of a schedule's makespan, bubble and memory, by sympy."""
