@@ -129,8 +129,9 @@ class Engine:
 
     def infer(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, without gradients."""
-        host, run = self._called(compiled, micro)
-        return run.advance(host.called)
+        with self.progress.true_weights():
+            host, run = self._called(compiled, micro)
+            return run.advance(host.called)
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""

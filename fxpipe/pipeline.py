@@ -317,7 +317,8 @@ class Pipeline(nn.Module):
             full: return all entries on every rank, as new tensors. Every rank has to call it then.
         """
         self._engine.flush()
-        state = self._model.state_dict(*args, **kwargs)
+        with self._engine.progress.true_weights():
+            state = self._model.state_dict(*args, **kwargs)
         if (own := self._owned()) is None:
             return state
         part = own.part(self._model, state, kwargs.get("prefix", ""))
@@ -336,10 +337,12 @@ class Pipeline(nn.Module):
         the model was built on the meta device, loaded tensors get their memory here.
         """
         self._engine.flush()
+        true = self._engine.progress.true_weights()
         if self._group.size == 1 and not self._options.hollow:
-            return self._model.load_state_dict(state_dict, *args, **kwargs)
+            with true:
+                return self._model.load_state_dict(state_dict, *args, **kwargs)
         used, homes = self._used(), self._homes()
-        with naming_lacks(self._options, "load"):
+        with true, naming_lacks(self._options, "load"):
             return load_part(self._model, used, homes, state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -417,7 +420,8 @@ class Pipeline(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Flush, and copy the model, as for ``torch.optim.swa_utils.AveragedModel``."""
         self._engine.flush()
-        return copy.deepcopy(self._model, memo)
+        with self._engine.progress.true_weights():
+            return copy.deepcopy(self._model, memo)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute that only the model has (a flag that its code reads) in the model."""

@@ -42,9 +42,8 @@ class Several(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part, groups in self._parted():
-            part.param_groups, part.state = groups, self.state
-            if any(group["params"] for group in groups):
+        for part in self.alone():
+            if any(group["params"] for group in part.param_groups):
                 type(part).step(part)
         return loss
 
@@ -54,10 +53,12 @@ class Several(Optimizer):
             own = [p for group in optimizer.param_groups for p in group["params"]]
             optimizer.state.update((p, self.state[p]) for p in own if p in self.state)
 
-    def _parted(self) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
+    def alone(self) -> Iterator[Any]:
+        """A copy of each of them, with its groups and the state of all."""
         start = 0
         for part, end in zip(self._parts, self._ends, strict=True):
-            yield part, self.param_groups[start:end]
+            part.param_groups, part.state = self.param_groups[start:end], self.state
+            yield part
             start = end
 
     def __getstate__(self) -> dict[str, Any]:

@@ -70,7 +70,13 @@ module for metadata."""
 Folder = str | os.PathLike[str]
 
 
-def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group: Group) -> None:
+def write(
+    checkpoint: Checkpoint,
+    state: Mapping[str, Any],
+    path: Folder,
+    group: Group,
+    apart: Collection[str] = (),
+) -> None:
     """Write a folder; an older one is replaced only once the new one is complete.
 
     Args:
@@ -79,6 +85,7 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group:
         path: the folder, which all processes can reach.
         group: the processes; each of them calls this inside of ``calling``. Those of the first
             replica write everything, the others only the states that it has not.
+        apart: the names of parameters that hold something else than the model's state dict has.
 
     Raises:
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
@@ -90,7 +97,7 @@ def write(checkpoint: Checkpoint, state: Mapping[str, Any], path: Folder, group:
         stated = {name for name, kept in states.items() if kept.state}
         known = group.exchange("states", stated)
         own = stated.difference(*known[: group.rank])
-        tensors = _Tensors({} if group.replica else state, group.rank)
+        tensors = _Tensors({} if group.replica else state, group.rank, apart)
         if group.replica and optimizer is not None:
             optimizer = replace(optimizer, parameters={name: states[name] for name in own})
             checkpoint, parts = replace(checkpoint, optimizer=optimizer), ("optimizer",)
@@ -130,9 +137,10 @@ class _Tensors:
         nested: path → tensor, as nested dicts.
     """
 
-    def __init__(self, state: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, state: Mapping[str, Any], rank: int, apart: Collection[str]) -> None:
         self.nested: dict[str, Any] = {}
         self._state = state
+        self._apart = apart
         self._rank = str(rank)
         self._sums: dict[str, int] = {}
 
@@ -168,7 +176,7 @@ class _Tensors:
     def _place(self, path: tuple[str, ...]) -> tuple[str, ...]:
         """Map a tensor's path in the checkpoint to its path in the folder."""
         match path:
-            case ("parameters" | "buffers", name) if name in self._state:
+            case ("parameters" | "buffers", name) if name in self._state.keys() - self._apart:
                 return "model", name
             case ("optimizer", "parameters", name, "state", *inner):
                 return "optimizer", name, "/".join(inner)

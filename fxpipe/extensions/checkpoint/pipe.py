@@ -92,10 +92,14 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
         pipe._engine.flush()
         changed = any(pipe._group.exchange("changes", pipe._engine.progress.changed))
         own = pipe._owned()
-        saved, state = taken(pipe, extra, changed=changed), pipe._model.state_dict()
+        saved = taken(pipe, extra, changed=changed)
+        with pipe._engine.progress.true_weights() as others:
+            state = pipe._model.state_dict()
         if own is not None:
             saved, state = saved.part(own.kept), own.part(pipe._model, state)
-        folders.write(saved, state, folder, pipe._group)
+        named = pipe._model.named_parameters(remove_duplicate=False)
+        apart = {name for name, parameter in named if parameter in others}
+        folders.write(saved, state, folder, pipe._group, apart)
 
 
 @locked

@@ -20,7 +20,7 @@ from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, bring, refuse_step_hooks
-from fxpipe.torchtools.optimizers import Several, with_given
+from fxpipe.torchtools.optimizers import Several, class_of, parts_of, with_given
 
 
 class Optimizers:
@@ -124,8 +124,18 @@ class Optimizers:
                 whole.register_load_state_dict_post_hook(_weakly(self.resend)),
             ]
             self._members = _members(whole)
+            if self._shard and any(hasattr(each, "true_weights") for each in parts_of(whole)):
+                raise InputError(
+                    f"{class_of(whole)} has true_weights(), and with shard_optimizer=True no "
+                    "replica would know those of all parameters; leave out shard_optimizer=True"
+                )
         self._fetch()
         return whole
+
+    @property
+    def whole(self) -> Optimizer | None:
+        """The whole optimizer; None if there is none yet."""
+        return self._given.whole
 
     def begin(self) -> None:
         """Before a batch, copy to the stages what the user changed in the whole optimizer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.runtime.weights.optimizers import Optimizers
+from fxpipe.runtime.weights.true import true_weights
 
 
 class Progress:
@@ -102,6 +104,10 @@ class Progress:
         if submits:
             self.stages.begin()
         return made
+
+    def true_weights(self) -> AbstractContextManager[frozenset[Tensor]]:
+        """See ``true_weights``; while no batch is in flight."""
+        return true_weights(None if self.stages is None else self.stages.whole)
 
     def settings(self) -> list[str]:
         """The settings of the optimizer's groups, a line each, see ``Optimizers.lines``."""
