@@ -16,6 +16,8 @@ from fxpipe.ir.recipe import round_robin
 from fxpipe.schedules import interleaved_one_f_one_b, pipedream, two_bw
 from tests.oracles.delayed_loop import MSE, Factory
 
+pytestmark = pytest.mark.smoke
+
 STAGES = 4
 
 FACTORIES: dict[str, Factory] = {
