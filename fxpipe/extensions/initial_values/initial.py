@@ -54,7 +54,8 @@ def reset_parameters(pipe: Pipeline, function: Initialise | None = None) -> None
         pipe._engine.flush()
         used = pipe._used().values()
         torch.set_rng_state(pipe._group.share("generator", torch.get_rng_state))
-        initialise(pipe._model, used, function)
+        with pipe._engine.progress.true_weights():
+            initialise(pipe._model, used, function)
 
 
 def initialise(model: nn.Module, own: Iterable[Tensor], function: Initialise | None) -> None:
