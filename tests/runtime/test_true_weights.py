@@ -170,18 +170,6 @@ def test_what_is_loaded_is_the_true_weights_and_what_the_next_batch_reads(schedu
         assert same(pipe.state_dict(), expected.true[-1])
 
 
-def test_parameters_that_are_reset_have_these_values_as_true_weights_too() -> None:
-    model, data = made(3)
-    with compiled(model, of("spectrain"), "1f1b") as pipe:
-        for x, y in data:
-            pipe.step(x, target=y)
-        trained = {n: t.clone() for n, t in pipe.state_dict().items()}
-        pipe.reset_parameters()
-        reset = pipe.state_dict()
-        assert not any(t.equal(trained[n]) for n, t in reset.items())
-        assert same(dict(pipe.named_parameters()), reset)
-
-
 def in_file(path: Path) -> tuple[Callable[[Pipeline], None], Callable[[Pipeline], Any]]:
     return lambda pipe: pipe.checkpoint(path), lambda pipe: pipe.restore(path)
 
