@@ -158,6 +158,6 @@ def _row(schedule: Schedule, times: Mapping[str, float]) -> Compared:
     simulated = simulate_schedule(schedule, costs)
     time, bubble = simulated.makespan, simulated.bubble
     if simulated.steps > 1:
-        time, bubble = simulated.steady.period, abs(simulated.steady.bubble)
+        time, bubble = simulated.steady.period, simulated.steady.bubble
     most = max(simulated.device_stash) / share
     return Compared(schedule.name, time, bubble, most, max(simulated.weight_versions))

@@ -94,7 +94,7 @@ def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, 
                 if getattr(instruction, "microbatch", None) is not None:
                     through = max(through, end)
     busy = sum(max(min(end, through) - start, 0) for start, end in spans)
-    bubble = 1 - busy / (len(times) * through) if through else 0.0
+    bubble = max(0.0, 1 - busy / (len(times) * through)) if through else 0.0
     return {"bubble": bubble, "stage_seconds": dict(sorted(seconds.items()))}
 
 

@@ -126,7 +126,7 @@ def _long_run(simulation: Simulation) -> str:
     steady = simulation.steady
     return (
         f"; in the long run a step takes {_time(simulation, steady.period)}, bubble "
-        f"{abs(steady.bubble):.1%}"
+        f"{steady.bubble:.1%}"
     )
 
 

@@ -195,10 +195,8 @@ class Simulation:
 
         Updates after that do not count, as in the papers' (p − 1) / (m + p − 1).
         """
-        if not self.through:
-            return 0.0
         busy = sum(max(min(span.end, self.through) - span.start, 0) for span in self.spans)
-        return 1 - busy / (self.devices * self.through)
+        return idle_share(busy, self.devices * self.through)
 
     @cached_property
     def bubble_size(self) -> float:
@@ -304,7 +302,7 @@ class Simulation:
             done[batch] = max(done[batch], span.end)
         period = (done[2 * half] - done[half]) / half  # of batches before those of the flush
         work = sum(longer.busy) / longer.steps
-        return Steady(period, 1 - work / (longer.devices * period) if period else 0.0)
+        return Steady(period, idle_share(work, longer.devices * period))
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -355,6 +353,11 @@ def task_of(instruction: ins.Instruction) -> Task:
     stage: int = instruction.stage
     microbatch: int | None = getattr(instruction, "microbatch", None)
     return Task(letter, microbatch, stage, instruction.batch)
+
+
+def idle_share(busy: float, whole: float) -> float:
+    """The share of a time that is not busy: at least 0, also where ``busy`` was rounded up."""
+    return max(0.0, 1 - busy / whole) if whole else 0.0
 
 
 def version_of(instruction: ins.Instruction) -> int:

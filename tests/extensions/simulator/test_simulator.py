@@ -419,3 +419,17 @@ def test_a_fetch_waits_for_its_own_storing() -> None:
 def test_a_count_of_devices_is_whole() -> None:
     with pytest.raises(InputError, match=r"devices is 1\.5"):
         one_f_one_b(devices=1.5, microbatches=2)  # type: ignore[arg-type]
+
+
+TENTHS = st.integers(1, 9).map(lambda tenths: tenths / 10)
+
+
+@given(st.sampled_from(["1f1b", "zb-h1", "2bw"]), st.integers(1, 9), TENTHS, TENTHS, TENTHS)
+def test_a_device_that_is_never_idle_has_no_bubble_below_zero(
+    name: str, microbatches: int, forward: float, backward: float, update: float
+) -> None:
+    costs = {"F": forward, "B": backward, "I": backward, "W": forward, "U": update}
+    found = find_recipe(name)(1, microbatches).simulate(costs, steps=3)
+    assert 0 <= found.bubble < 1e-12
+    assert 0 <= found.steady.bubble < 1e-12
+    assert "-0.0" not in str(found)
