@@ -122,7 +122,7 @@ class VerificationError(FxpipeError):
 
     Attributes:
         faults: all faults, in the order of the message.
-        value: the plan, schedule or program. Plans and schedules ``draw`` their faults in red.
+        value: the plan, schedule or program, whose ``draw`` shows the faults in red.
     """
 
     def __init__(self, subject: str, faults: Sequence[Fault], value: object = None) -> None:

@@ -116,7 +116,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Pipeline.save": f"{_HERE}.checkpoint.pipe:save",
         "Pipeline.simulate": f"{_HERE}.simulator.pipe:simulate_pipe",
         "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
-        "Program.draw": f"{_HERE}.draw.schedule:draw_program",
+        "Program.draw": f"{_HERE}.draw.program:draw_program",
         "Program.simulate": f"{_HERE}.simulator:simulate",
         "Recipe.formulas": f"{_HERE}.formulas.formulas:formulas",
         "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",

@@ -48,7 +48,7 @@ def shown(value: Any, things: int) -> dict[str, str]:
     if things <= _DRAWN:
         try:
             picture = find("view", f"{type(value).__name__}.draw")(value)
-        except FxpipeError:  # the extension is not there, or a program has faults
+        except FxpipeError:  # the extension is not there
             return bundle
         bundle["image/svg+xml"] = picture._repr_svg_()
     return bundle

@@ -80,6 +80,7 @@ class Canvas:
         *,
         label: str = "",
         size: float = 9,
+        colour: str = INK,
         tooltip: str = "",
         name: str = "",
     ) -> str:
@@ -99,6 +100,8 @@ class Canvas:
             attributes["style"] = style
         if label:
             attributes |= {"label": quoted(label), "fontsize": f"{size:.3g}"}
+            if colour != INK:
+                attributes["fontcolor"] = colour
         if tooltip:
             attributes["tooltip"] = quoted(tooltip)
         self.picture.node(node, **attributes)

@@ -191,28 +191,33 @@ class Chart:
         self.canvas.text((self._left, y + 16), wide, 12, caption, size=_SMALL)
         return y + 34
 
-    def legend(self, y: float, entries: Sequence[LegendEntry]) -> float:
-        """Draw the entries in lines, no wider than the rows or a page; returns the y below them."""
-        x, right = self._left, max(self.x(self.end), _LEGEND_WIDTH)
-        for entry in entries:
-            sample = _LONG_SAMPLE if isinstance(entry.sample, ArrowStyle) else _SAMPLE
-            indent = sample + 4 if entry.sample else 0
-            wide = text_width(entry.text, _SMALL) + _SLACK
-            if x > self._left and x + indent + wide > right:
-                x, y = self._left, y + _LEGEND_PITCH
-            self._sample(x, y, entry)
-            self.canvas.text((x + indent, y), wide, 12, entry.text, size=_SMALL)
-            x += indent + wide + 10
-        return y + _LEGEND_PITCH + 6
 
-    def _sample(self, x: float, y: float, entry: LegendEntry) -> None:
-        match entry.sample:
-            case BoxStyle() as look:
-                self.canvas.box((x, y + 1), _SAMPLE, 10, look, label=entry.label, size=6.5)
-            case ArrowStyle() as stroke:
-                path = [(x + part * _LONG_SAMPLE, y + 6) for part in (0, 0.3, 0.6, 1)]
-                ends = [self.canvas.box(at, 0, 0, BoxStyle()) for at in (path[0], path[-1])]
-                self.canvas.arrow(ends[0], ends[1], path, stroke)
+def draw_legend(
+    canvas: Canvas, left: float, right: float, y: float, entries: Sequence[LegendEntry]
+) -> float:
+    """Draw the entries in lines from ``left`` to ``right``, or as wide as a page; returns the y
+    below them."""
+    x, right = left, max(right, _LEGEND_WIDTH)
+    for entry in entries:
+        sample = _LONG_SAMPLE if isinstance(entry.sample, ArrowStyle) else _SAMPLE
+        indent = sample + 4 if entry.sample else 0
+        wide = text_width(entry.text, _SMALL) + _SLACK
+        if x > left and x + indent + wide > right:
+            x, y = left, y + _LEGEND_PITCH
+        _draw_sample(canvas, x, y, entry)
+        canvas.text((x + indent, y), wide, 12, entry.text, size=_SMALL)
+        x += indent + wide + 10
+    return y + _LEGEND_PITCH + 6
+
+
+def _draw_sample(canvas: Canvas, x: float, y: float, entry: LegendEntry) -> None:
+    match entry.sample:
+        case BoxStyle() as look:
+            canvas.box((x, y + 1), _SAMPLE, 10, look, label=entry.label, size=6.5)
+        case ArrowStyle() as stroke:
+            path = [(x + part * _LONG_SAMPLE, y + 6) for part in (0, 0.3, 0.6, 1)]
+            ends = [canvas.box(at, 0, 0, BoxStyle()) for at in (path[0], path[-1])]
+            canvas.arrow(ends[0], ends[1], path, stroke)
 
 
 def row_height(devices: int, lines: int = 1) -> float:
@@ -268,12 +273,12 @@ class FaultMarks:
             shown[_LISTED:] = [f"… and {len(shown) - _LISTED} more"]
         return shown
 
-    def list(self, chart: Chart, y: float) -> None:
+    def list(self, canvas: Canvas, x: float, y: float) -> None:
         """Draw the list of the faults, from ``y`` down."""
         for line, text in enumerate(self.listed):
             wide = text_width(text, _SIZE) + 2
-            corner = (chart.x(0), y + line * _PITCH)
-            chart.canvas.text(corner, wide, _PITCH, text, size=_SIZE, colour=FAULT)
+            corner = (x, y + line * _PITCH)
+            canvas.text(corner, wide, _PITCH, text, size=_SIZE, colour=FAULT)
 
 
 def marks_of(verified: Plan | Schedule | Program) -> FaultMarks:

@@ -17,6 +17,7 @@ from fxpipe.extensions.draw.chart import (
     ChartScale,
     FaultMarks,
     LegendEntry,
+    draw_legend,
     row_height,
     scale_for,
 )
@@ -29,7 +30,6 @@ from fxpipe.extensions.draw.styles import (
 )
 from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
-from fxpipe.extensions.simulator.simulate import simulate
 from fxpipe.extensions.simulator.simulation import Simulation, TransferSpan
 from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.extensions.tables import time_text
@@ -100,7 +100,7 @@ class _Shown:
     def labels(self) -> list[str]:
         """The labels of the devices' rows, then of the rows of their offloads and prefetches."""
         devices, beside = range(self.drawn.devices), self.timeline.beside
-        labels = [_row_label(self.drawn, device) for device in devices]
+        labels = [row_label(self.drawn, device) for device in devices]
         return labels + [f"device {device} · {KINDS[letter].name}" for device, letter in beside]
 
 
@@ -135,8 +135,9 @@ def _draw(name: str, shown: Sequence[_Shown], caption: str, unit: float = 1.0) -
         whole = _draw_tasks(own, one, fitted) and whole
         _draw_transfers(own, one.transfers, unit)
     last = charts[-1][-1]
-    below = last.legend(last.axis(caption), _legend(shown, whole))
-    shown[-1].marks.list(last, below)
+    left, right, below = last.x(last.start), last.x(last.end), last.axis(caption)
+    below = draw_legend(canvas, left, right, below, _legend(shown, whole))
+    shown[-1].marks.list(canvas, left, below)
     return canvas.picture
 
 
@@ -227,7 +228,7 @@ def _crossed(charts: Sequence[Chart], span: Bar) -> list[tuple[Chart, float, flo
     return [(chart, span.start, span.end)]
 
 
-def _row_label(drawn: Schedule | Program, device: int) -> str:
+def row_label(drawn: Schedule | Program, device: int) -> str:
     """``device 0``, with its stages unless it has just the stage of its own number."""
     held = drawn.held_by(device)
     if held == (device,):
@@ -278,15 +279,6 @@ def _legend(shown: Sequence[_Shown], whole: bool) -> list[LegendEntry]:
     if any(one.timeline.unrun for one in shown):
         entries += [LegendEntry("waits for ever", WAITING), LegendEntry("never runs", NEVER)]
     return entries if whole else [*entries, _LEFT_OUT]
-
-
-def draw_program(program: Program) -> Picture:
-    """Draw a simulation of a program, in which transfers take no time: its tasks, to scale.
-
-    Raises:
-        VerificationError: with all faults of the program.
-    """
-    return draw_simulations(simulate(program.verify()))
 
 
 def draw_simulations(*simulations: Simulation) -> Picture:

@@ -101,22 +101,20 @@ class TaskStyles:
     def legend(self, tasks: Iterable[Task]) -> list[LegendEntry]:
         """The legend entries for the looks of these tasks."""
         tasks = list(tasks)
-        letters = {task.kind for task in tasks}
-        entries = [
-            LegendEntry(kind.name, BoxStyle(TASKS.get(letter, OTHER), FAINT), letter)
-            for letter, kind in KINDS.items()
-            if letter in letters
-        ]
+        entries = kind_entries({task.kind for task in tasks})
         entries.append(LegendEntry("idle", BoxStyle(IDLE, FAINT)))
         if self.tags_stages:
             which = "copies of stages" if any(self.drawn.copies) else "later stages of a device"
             entries.append(LegendEntry(f"lighter: {which}; @: the stage"))
-        for batch in sorted({task.batch for task in tasks}, reverse=not self.steps):
-            if batch or self.steps > 1:
-                entries.append(self._batch(batch))
+        entries += self.batch_entries(tasks)
         if self.versions:
             entries.append(LegendEntry("v: the version of the weights"))
         return entries
+
+    def batch_entries(self, tasks: Iterable[Task]) -> list[LegendEntry]:
+        """The legend entries for the outlines of the batches of these tasks, if they differ."""
+        batches = sorted({task.batch for task in tasks}, reverse=not self.steps)
+        return [self._batch(batch) for batch in batches if batch or self.steps > 1]
 
     def _batch(self, batch: int) -> LegendEntry:
         border, width, style = BORDERS[abs(batch) % len(BORDERS)]
@@ -125,6 +123,15 @@ class TaskStyles:
             return LegendEntry(f"batch {batch}", look, f"b{batch}")
         before = "the batch before" if batch == -1 else f"the batch {-batch} before"
         return LegendEntry(before, look, str(Task("B", 3, None, batch)))
+
+
+def kind_entries(letters: Collection[str]) -> list[LegendEntry]:
+    """The legend entries for kinds of tasks."""
+    return [
+        LegendEntry(kind.name, BoxStyle(TASKS.get(letter, OTHER), FAINT), letter)
+        for letter, kind in KINDS.items()
+        if letter in letters
+    ]
 
 
 def simulation_boxes(simulation: Simulation) -> TaskStyles:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from fxpipe.errors import InputError, VerificationError
+from fxpipe.errors import InputError
 from fxpipe.extensions.draw.picture import GRADIENT, Picture
 from fxpipe.extensions.draw.schedule import draw_simulations
 from fxpipe.extensions.simulator import Link, Simulation, simulate_schedule
-from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.recipe import round_robin
 from fxpipe.schedules import gpipe, one_f_one_b, two_bw
 
@@ -109,15 +108,6 @@ def test_stages_are_told_where_a_device_holds_several() -> None:
     schedule = gpipe.placed(round_robin(2))(2, 2)
     labels = {label for label, *_ in tasks(schedule.simulate().draw())}
     assert {r"F0\n@0", r"F0\n@2", r"B1\n@3"} <= labels
-
-
-def test_of_a_program_its_simulation_is_drawn_and_of_one_with_faults_nothing() -> None:
-    program = chain_program(TWO)
-    assert program.draw().source == simulate_schedule(TWO).draw().source
-    broken = replace(program, lists=(program.lists[0][3:], program.lists[1]))
-    with pytest.raises(VerificationError, match="fault"):
-        broken.draw()
-    assert broken._repr_mimebundle_().keys() == {"text/plain"}
 
 
 def test_nothing_to_draw_is_refused() -> None:
