@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,8 +214,11 @@ class Pipeline(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the last training step."""
-        return self._calls.compiled().schedule
+        """The schedule of the last training step, with the times of its tasks where they were
+        measured: when the model was cut, or by the last ``profile``."""
+        schedule = self._calls.compiled().schedule
+        known = option("seconds")
+        return replace(schedule, seconds=known(self) if known else {})
 
     @property
     def program(self) -> Program:

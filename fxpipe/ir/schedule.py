@@ -5,7 +5,7 @@ Communication, stash, frees and versions are derived from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from fxpipe.verify.schedule import StashCounts
 
@@ -46,6 +46,9 @@ class Schedule:
             each slice, all on one device: of ``stages / slices`` = S stages of the model, stage
             ``c * S + s`` is slice c of stage s. It comes after slice c of stage s − 1, and after
             slice c − 1 of stage s, whose keys and values it reads.
+        seconds: letter and stage → the seconds of such a task, with which ``draw`` shows it; those
+            that a pipe has measured in ``pipe.schedule``, elsewhere none. They do not count when
+            schedules are compared.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Schedule:
     copies: tuple[tuple[int, ...], ...] = ()
     paired: frozenset[Task] = frozenset()
     slices: int = 1
+    seconds: Mapping[tuple[str, int], float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         _check_listed("placement", self.placement, "a tuple with the device of each stage", 1)

@@ -18,7 +18,7 @@ from fxpipe.extensions.draw.chart import (
     marks_of,
 )
 from fxpipe.extensions.draw.picture import FAINT, FAULT, IDLE, INK, PAPER, Picture
-from fxpipe.extensions.draw.rows import Column, Rows, rows_of
+from fxpipe.extensions.draw.rows import Column, Rows, rows_below
 from fxpipe.extensions.draw.schedule import row_label
 from fxpipe.extensions.draw.styles import TaskStyles, arrow, arrow_entries, kind_entries
 from fxpipe.extensions.simulator.simulation import task_of
@@ -56,7 +56,7 @@ def draw_program(program: Program) -> Picture:
     Of a large program a part is drawn, and the picture says which: at most 120 rows of 6 devices,
     the first ones, or those around the first fault.
     """
-    return _Drawing(rows_of(program), marks_of(program)).picture()
+    return _Drawing(rows_below(program), marks_of(program)).picture()
 
 
 class _Drawing:

@@ -75,7 +75,7 @@ class Rows:
         ]
 
 
-def rows_of(program: Program) -> Rows:
+def rows_below(program: Program) -> Rows:
     """Place the instructions, those that never run last."""
     lengths = [*map(len, program.lists)]
     if [*map(len, program.launches)] != lengths:

@@ -66,7 +66,8 @@ def draw_schedule(
 
     Args:
         schedule: the schedule.
-        costs: letter of a kind of task, or letter and stage → its time; by default its kind's.
+        costs: letter of a kind of task, or letter and stage → its time; by default its kind's,
+            and in ``pipe.schedule`` the measured times, in milliseconds.
         steps: how many steps to draw, with the flush after the last. By default one step, or, if
             batches overlap, enough steps to show one in steady state.
 
@@ -74,11 +75,15 @@ def draw_schedule(
         InputError: a letter or stage of ``costs`` is unknown, or a time negative or not finite;
             ``steps`` is below 1.
     """
+    measured = schedule.seconds if costs is None else {}
+    if measured:
+        costs = {key: time * _MILLISECONDS for key, time in measured.items()}
     timeline, marks = timeline_of(schedule, costs, steps)
     simulation = timeline.simulation
     boxes = TaskStyles(schedule) if simulation is None else simulation_boxes(simulation)
     title = _title(schedule, timeline, marks)
-    return _draw("schedule", [_Shown(title, schedule, timeline, boxes, marks)], _caption(timeline))
+    caption = _caption(timeline, measured=bool(measured))
+    return _draw("schedule", [_Shown(title, schedule, timeline, boxes, marks)], caption)
 
 
 @dataclass(frozen=True)
@@ -255,17 +260,18 @@ def _title(schedule: Schedule, timeline: Timeline, marks: FaultMarks) -> str:
     return " · ".join(parts)
 
 
-def _caption(timeline: Timeline) -> str:
+def _caption(timeline: Timeline, *, measured: bool) -> str:
     """``time, with F = 1, B = 2``; if times differ, ``F = 1 to 1.5``."""
+    digits, unit = ("{:.3g}", "milliseconds") if measured else ("{:g}", "time")
     times: dict[str, set[float]] = {letter: set() for letter in KINDS}
     for span in timeline.bars:
         times.setdefault(span.task.kind, set()).add(round(span.end - span.start, 9))
     shown = [
-        f"{letter} = " + " to ".join(f"{time:g}" for time in sorted({min(values), max(values)}))
+        f"{letter} = " + " to ".join(dict.fromkeys(map(digits.format, (min(values), max(values)))))
         for letter, values in times.items()
         if values
     ]
-    return f"time, with {', '.join(shown)}" if shown else "time"
+    return f"{unit}, with {', '.join(shown)}" if shown else unit
 
 
 def _legend(shown: Sequence[_Shown], whole: bool) -> list[LegendEntry]:

@@ -75,17 +75,28 @@ def simulate_pipe(
         InputError: nothing is compiled or measured yet, or an argument does not fit.
     """
     compiled, options = pipe._calls.measured(), pipe._options
-    program, samples, times = _PROFILED.get(pipe, (None, 0, None))
-    profiled = program is compiled.program and samples == compiled.samples
     return predict_step(
         compiled.plan,
         compiled.whole(),
         held(pipe, compiled),
-        costs or (times if profiled else None),
+        costs or _profiled(pipe, compiled),
         links=links or (None if costs else given_links(options)),
         serial=not costs and pipe._engine.serial(compiled),
         steps=steps,
     )
+
+
+def _profiled(pipe: Pipeline, compiled: Compiled) -> Times | None:
+    """The mean times of the tasks of a call, if it was profiled last."""
+    program, samples, times = _PROFILED.get(pipe, (None, 0, None))
+    return times if program is compiled.program and samples == compiled.samples else None
+
+
+def task_seconds(pipe: Pipeline) -> Times:
+    """Letter and stage → the seconds of such a task in the last training step, as far as they were
+    measured, with which ``simulate`` predicts. Measures nothing."""
+    compiled = pipe._calls.compiled()
+    return {**measured_costs(compiled.plan), **(_profiled(pipe, compiled) or {})}
 
 
 @locked
