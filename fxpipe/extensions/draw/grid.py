@@ -7,6 +7,7 @@ from statistics import median
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.draw.chart import TICKS, FaultMarks, nice_step
+from fxpipe.extensions.draw.styles import stage_tag
 from fxpipe.extensions.draw.timeline import Bar, Timeline, timeline_of
 from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.ir.schedule import Schedule
@@ -39,9 +40,10 @@ def schedule_grid(
         1: .  F0 B0--- F1 B1--- .  .  U
 
     ``F1&B0--`` is a pair. A task at fault has a ``!``, one that never runs has a ``?``, and the
-    faults are listed below. Where several steps are shown, ``F0b1`` belongs to the second batch.
-    Offloads and prefetches that run beside a device's tasks have rows of their own below, ``0O``
-    and ``0P``.
+    faults are listed below. Where devices have several stages of the model, ``F0@2`` is on stage 2;
+    in a schedule with slices, ``F0:1`` is of slice 1. Where several steps are shown, ``F0b1``
+    belongs to the second batch. Offloads and prefetches that run beside a device's tasks have rows
+    of their own below, ``0O`` and ``0P``.
 
     Args:
         schedule: the schedule to show.
@@ -66,7 +68,8 @@ class _Grid:
     """A timeline in columns of characters."""
 
     def __init__(self, schedule: Schedule, timeline: Timeline, marks: FaultMarks) -> None:
-        self._tags_stages = schedule.stages > schedule.devices
+        self._schedule = schedule
+        self._tags_stages = schedule.stages > schedule.devices * schedule.slices
         self._steps = timeline.steps
         self._marks = marks
         self._never = set(timeline.unrun)
@@ -140,10 +143,11 @@ class _Grid:
 
     def _name(self, span: Bar) -> str:
         task = span.task
-        stage = task.stage if self._tags_stages else None
         name = str(Task(task.kind, task.microbatch, None, 0 if self._steps else task.batch))
         name += f"b{task.batch}" if self._steps > 1 else ""
-        name += "" if stage is None else f"@{stage}"
+        if task.stage is not None:
+            schedule, named = self._schedule, self._tags_stages
+            name += stage_tag(schedule, schedule.slices, task.stage, named=named)
         name += "?" if span in self._never else ""
         return name + ("!" if (span.device, span.position) in self._marks.at else "")
 

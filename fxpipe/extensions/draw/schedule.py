@@ -26,6 +26,7 @@ from fxpipe.extensions.draw.styles import (
     TaskStyles,
     arrow,
     arrow_entries,
+    of_model,
     simulation_boxes,
 )
 from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
@@ -80,7 +81,11 @@ def draw_schedule(
         costs = {key: time * _MILLISECONDS for key, time in measured.items()}
     timeline, marks = timeline_of(schedule, costs, steps)
     simulation = timeline.simulation
-    boxes = TaskStyles(schedule) if simulation is None else simulation_boxes(simulation)
+    boxes = (
+        TaskStyles(schedule, slices=schedule.slices)
+        if simulation is None
+        else simulation_boxes(simulation)
+    )
     title = _title(schedule, timeline, marks)
     caption = _caption(timeline, measured=bool(measured))
     return _draw("schedule", [_Shown(title, schedule, timeline, boxes, marks)], caption)
@@ -105,7 +110,7 @@ class _Shown:
     def labels(self) -> list[str]:
         """The labels of the devices' rows, then of the rows of their offloads and prefetches."""
         devices, beside = range(self.drawn.devices), self.timeline.beside
-        labels = [row_label(self.drawn, device) for device in devices]
+        labels = [row_label(self.drawn, device, self.boxes.slices) for device in devices]
         return labels + [f"device {device} · {KINDS[letter].name}" for device, letter in beside]
 
 
@@ -233,9 +238,10 @@ def _crossed(charts: Sequence[Chart], span: Bar) -> list[tuple[Chart, float, flo
     return [(chart, span.start, span.end)]
 
 
-def row_label(drawn: Schedule | Program, device: int) -> str:
-    """``device 0``, with its stages unless it has just the stage of its own number."""
-    held = drawn.held_by(device)
+def row_label(drawn: Schedule | Program, device: int, slices: int = 1) -> str:
+    """``device 0``, with its stages of the model unless it has just that of its own number."""
+    stages = [of_model(drawn, slices, stage)[0] for stage in drawn.held_by(device)]
+    held = tuple(dict.fromkeys(stages))
     if held == (device,):
         return f"device {device}"
     if not held:

@@ -41,16 +41,19 @@ class TaskStyles:
         steps: see ``Timeline.steps``.
         versions: task → the weight version that it reads, or that an update writes; empty if
             versions are not shown.
+        slices: the parts of each micro-batch's sequence, which have stages of their own.
     """
 
     drawn: Schedule | Program
     steps: int = 0
     versions: Mapping[Task, int | None] = field(default_factory=dict)
+    slices: int = 1
 
     @cached_property
     def tags_stages(self) -> bool:
-        """Whether labels name the stage, for devices that hold several stages."""
-        return self.drawn.stages > self.drawn.devices or any(self.drawn.copies)
+        """Whether labels name the stage, for devices that hold several stages of the model."""
+        several = self.drawn.stages > self.drawn.devices * self.slices
+        return several or any(self.drawn.copies)
 
     @cached_property
     def _shades(self) -> Mapping[int | None, int]:
@@ -76,21 +79,25 @@ class TaskStyles:
         """
         name = str(Task(task.kind, task.microbatch, None, 0 if self.steps else task.batch))
         tags = []
-        if self.tags_stages and task.stage is not None:
-            tags.append(f"@{task.stage}")
+        if task.stage is not None:
+            tags.append(stage_tag(self.drawn, self.slices, task.stage, named=self.tags_stages))
         if self.steps > 1:
             tags.append(f"b{task.batch}")
         version = self.versions.get(task)
         if version is not None:
             tags.append(f"{'→' if task.kind == 'U' else ''}v{version}")
-        return "\n".join([name, *tags])
+        return "\n".join(filter(None, [name, *tags]))
 
     def tell(self, task: Task, start: float, end: float) -> str:
         """The tooltip of a task."""
         parts = [KINDS[task.kind].name if task.kind in KINDS else task.kind]
         if task.microbatch is not None:
             parts.append(f"micro-batch {task.microbatch}")
-        parts.append(f"stage {task.stage}")
+        if self.slices > 1 and task.stage is not None:
+            stage, part = of_model(self.drawn, self.slices, task.stage)
+            parts.append(f"stage {stage}, slice {part}")
+        else:
+            parts.append(f"stage {task.stage}")
         if self.steps > 1 or task.batch:
             parts.append(f"batch {task.batch}")
         version = self.versions.get(task)
@@ -106,6 +113,8 @@ class TaskStyles:
         if self.tags_stages:
             which = "copies of stages" if any(self.drawn.copies) else "later stages of a device"
             entries.append(LegendEntry(f"lighter: {which}; @: the stage"))
+        if self.slices > 1:
+            entries.append(LegendEntry("lighter: later slices; behind a colon: the slice"))
         entries += self.batch_entries(tasks)
         if self.versions:
             entries.append(LegendEntry("v: the version of the weights"))
@@ -125,6 +134,21 @@ class TaskStyles:
         return LegendEntry(before, look, str(Task("B", 3, None, batch)))
 
 
+def of_model(drawn: Schedule | Program, slices: int, stage: int) -> tuple[int, int]:
+    """The stage of the model that a stage of a schedule with slices is, and its slice."""
+    part, stage = divmod(stage, max(drawn.stages // max(slices, 1), 1))
+    return stage, part
+
+
+def stage_tag(drawn: Schedule | Program, slices: int, stage: int, *, named: bool) -> str:
+    """What the label of a task says of its stage: ``@3`` if it is to be named, and in a schedule
+    with slices its slice, ``:1``."""
+    if slices > 1:
+        stage, part = of_model(drawn, slices, stage)
+        return (f"@{stage}" if named else "") + f":{part}"
+    return f"@{stage}" if named else ""
+
+
 def kind_entries(letters: Collection[str]) -> list[LegendEntry]:
     """The legend entries for kinds of tasks."""
     return [
@@ -139,7 +163,8 @@ def simulation_boxes(simulation: Simulation) -> TaskStyles:
     tasks = [span.instruction for span in simulation.spans]
     versions = {task_of(x): version_of(x) for x in tasks}
     differ = any(task.kind != "U" and v != task.batch for task, v in versions.items())
-    return TaskStyles(simulation.program, simulation.steps, versions if differ else {})
+    shown = versions if differ else {}
+    return TaskStyles(simulation.program, simulation.steps, shown, simulation.slices)
 
 
 _ACT, _SKIP = ArrowStyle(INK), ArrowStyle(SKIP, "dashed")

@@ -118,7 +118,8 @@ def timeline_of(
         return _refused(schedule, costs), marks
     steps = steps_to_show(schedule) if steps is None else steps
     program, pairs = chain_program(schedule), pairs_in(schedule)
-    return simulated(simulate(program, costs, steps=steps, pairs=pairs)), marks
+    found = simulate(program, costs, steps=steps, pairs=pairs)
+    return simulated(replace(found, slices=schedule.slices)), marks
 
 
 def steps_to_show(schedule: Schedule) -> int:

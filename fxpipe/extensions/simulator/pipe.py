@@ -75,7 +75,7 @@ def simulate_pipe(
         InputError: nothing is compiled or measured yet, or an argument does not fit.
     """
     compiled, options = pipe._calls.measured(), pipe._options
-    return predict_step(
+    found = predict_step(
         compiled.plan,
         compiled.whole(),
         held(pipe, compiled),
@@ -84,6 +84,7 @@ def simulate_pipe(
         serial=not costs and pipe._engine.serial(compiled),
         steps=steps,
     )
+    return replace(found, slices=compiled.schedule.slices)
 
 
 def _profiled(pipe: Pipeline, compiled: Compiled) -> Times | None:
@@ -138,7 +139,7 @@ def profile_pipe(
         known = {(x, stage): time for (x, stage), time in taught}
         _PROFILED[pipe] = compiled.program, compiled.samples, known
         tell_shares(pipe, compiled, measured.tasks)
-    return measured
+    return replace(measured, slices=compiled.schedule.slices)
 
 
 @locked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from math import inf
 from numbers import Integral
@@ -143,7 +144,8 @@ def simulate_schedule(
     # the sums of a paired backward begin at its end
     buckets = {} if sizes is None or pairs else sizes.buckets
     program = chain_program(schedule, replicas=replicas, buckets=buckets)
-    return simulate(program, costs, links=links, sizes=sizes, steps=steps, pairs=pairs)
+    found = simulate(program, costs, links=links, sizes=sizes, steps=steps, pairs=pairs)
+    return replace(found, slices=schedule.slices)
 
 
 def default_steps(program: Program) -> int:

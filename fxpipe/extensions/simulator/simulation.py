@@ -129,6 +129,7 @@ class Simulation:
         pairs: the tasks that run together.
         launched: the lists in the order in which devices with streams launch them, arrivals ahead
             of the computations that they overlap; None without streams.
+        slices: of its schedule, by which pictures name stages.
     """
 
     program: Program
@@ -142,6 +143,7 @@ class Simulation:
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
     pairs: Pairs = field(default_factory=dict, repr=False)
     launched: Program | None = field(default=None, repr=False, compare=False)
+    slices: int = 1
 
     @property
     def devices(self) -> int:
