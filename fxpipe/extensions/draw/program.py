@@ -38,7 +38,7 @@ _ABOVE = 40
 _LONGEST, _NAME = 40, 20
 """The most characters of an instruction, and of a value's name at an arrow."""
 
-_TITLE, _SIZE, _SMALL = 12.0, 8.0, 6.5
+_TITLE, _DEVICE, _SIZE, _SMALL = 12.0, 9.0, 8.0, 6.5
 _PITCH, _HEIGHT, _AIR, _GAP = 14.0, 11.0, 8.0, 18.0
 _EVENT = ArrowStyle(FAINT, "dotted")
 _OTHER = BoxStyle(IDLE, INK)
@@ -79,6 +79,11 @@ class _Drawing:
         at, shown = self._rows.at, self._shown
         return [p for p in sorted(at) if p.device in self._devices and at[p] in shown]
 
+    @cached_property
+    def _firsts(self) -> set[Column]:
+        """The first column of each device, above which the device's name stands."""
+        return set({column[0]: column for column in reversed(self._columns)}.values())
+
     def picture(self) -> Picture:
         drawn = {*self._places}
         transfers = [each for each in self._rows.transfers if drawn.issuperset(each[:2])]
@@ -104,6 +109,8 @@ class _Drawing:
         """Column → its left edge, and its width. Between columns there is room for the names of
         what leaves them in that direction."""
         widths = {column: text_width(column[1], _SIZE) for column in self._columns}
+        for column in self._firsts:
+            widths[column] = text_width(row_label(self._program, column[0]), _DEVICE)
         for place in self._places:
             text = self._text(place)
             column = self._rows.column(place)
@@ -115,7 +122,6 @@ class _Drawing:
         lefts: dict[Column, float] = {}
         right, room = 0.0, 0.0
         for column in self._columns:
-            # a device's name stands above its columns
             lefts[column] = right + room + names.get((column, False), 0.0)
             right = lefts[column] + widths[column]
             room = _GAP + names.get((column, True), 0.0)
@@ -133,13 +139,11 @@ class _Drawing:
         self._line(0, 0, " · ".join(title), _TITLE, bold=True)
         if part := self._left_out():
             self._line(0, 20, part, _SIZE)
-        seen: set[int] = set()
         for column in self._columns:
             device, stream = column
-            if device not in seen:
+            if column in self._firsts:
                 colour = FAULT if (device, None) in self._marks.at else INK
-                self._line(lefts[column], 32, row_label(program, device), 9, colour=colour)
-                seen.add(device)
+                self._line(lefts[column], 32, row_label(program, device), _DEVICE, colour=colour)
             if stream:
                 self._line(lefts[column], 45, stream, _SIZE, colour=FAINT)
             middle = lefts[column] + widths[column] / 2

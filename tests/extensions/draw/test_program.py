@@ -289,3 +289,12 @@ def test_any_program_can_be_drawn() -> None:
         chain_program(gpipe(2, 2), replicas=2),
     ):
         assert len(boxes(draw_program(odd))) == sum(map(len, odd.lists))
+
+
+def test_names_of_devices_stand_apart_where_these_run_nothing() -> None:
+    program = Program("idle", 1, (0, 1, 2) * 3, (), ((), (), ()))
+    nodes = loaded(draw_program(program))["objects"]
+    named = [node for node in nodes if node["label"].startswith("device")]
+    assert len(named) == 3
+    ends = sorted((float(node["pos"].split(",")[0]), float(node["width"]) * 36) for node in named)
+    assert all(x + half <= after - other for (x, half), (after, other) in pairwise(ends))
