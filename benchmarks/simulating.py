@@ -41,7 +41,7 @@ def simulated(program: Program) -> Simulation:
 
 def figures_of(simulation: Simulation) -> None:
     """All that it tells."""
-    _ = simulation.makespan, simulation.bubble, simulation.idle, simulation.stash
+    _ = simulation.makespan, simulation.bubble, simulation.idle, simulation.kept
     _ = simulation.weight_versions
 
 

@@ -35,7 +35,7 @@ class Engine:
     Attributes:
         updates: whether a step updates the weights; else it adds to ``.grad``.
         progress: optimizers, versions of the weights, and the number of batches.
-        stashed: stage → the most micro-batches that it kept for backward at once in the last
+        kept: stage → the most micro-batches that it kept for backward at once in the last
             training step.
         logged: what the loss returned beside it for the last batch; None before there is one.
         closed: whether the workers have ended.
@@ -59,7 +59,7 @@ class Engine:
             shard = (options.group.replica, options.replicas) if options.shards else None
             stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
         self.progress = Progress(options.model, stages, options.owns)
-        self.stashed: Mapping[int, int] = {}
+        self.kept: Mapping[int, int] = {}
         self.logged: Logged | None = None
         self.closed = False
         self.meter: Any = None
@@ -122,7 +122,7 @@ class Engine:
                 draw_seed(traced)
                 if self.clipping is not None:
                     self.clipping.settle(1)
-        self.stashed, self.logged = run.peak_kept, host.logged()
+        self.kept, self.logged = run.peak_kept, host.logged()
         if watch is not None:
             watch.look(host)
         return returned
@@ -200,7 +200,7 @@ class Engine:
         with self._options.group.calling("flush"):
             self.in_flight = None
             run.drain()
-            self.stashed = run.peak_kept
+            self.kept = run.peak_kept
             if self.clipping is not None:
                 self.clipping.settle(run.count)
 

@@ -227,11 +227,11 @@ class Pipeline(nn.Module):
         return self._calls.compiled().whole()
 
     @property
-    def stashed(self) -> Mapping[int, int]:
+    def kept(self) -> Mapping[int, int]:
         """Stage → the most micro-batches that it kept for backward at once in the last training
         step. If batches overlap, the count is over all batches since the last flush, and over
         several ranks the stages of other ranks are included only after a flush."""
-        return dict(self._engine.stashed)
+        return dict(self._engine.kept)
 
     @property
     def grad_norm(self) -> float | None:

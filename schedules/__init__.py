@@ -16,7 +16,7 @@ Figures:
 
 - Bubble: the share of the devices' time that is idle, from the step's first task to its last. A
   bubble given as a time is the idle time of one device.
-- Stash: the most micro-batches that a stage keeps at once for their backwards. A micro-batch
+- Kept: the most micro-batches that a stage keeps at once for their backwards. A micro-batch
   counts from its forward or, if it has one, its recompute until its weight gradient is done.
 """
 

@@ -24,7 +24,7 @@ def naive(
         1:  . F0  .  . B0  .  . F1  .  . B1  . U
         2:  .  . F0 B0  .  .  .  . F1 B1  .  . U
 
-    Bubble: (p − 1)/p. Stash: 1 micro-batch on every stage. Both hold for every p and m.
+    Bubble: (p − 1)/p. Kept: 1 micro-batch on every stage. Both hold for every p and m.
     """
     for i in range(microbatches):
         for stage in stages:
@@ -50,7 +50,7 @@ def gpipe(
 
     A device that holds several stages runs all micro-batches of one, then all of the next.
 
-    Bubble: (p − 1)/(m + p − 1). Stash: m micro-batches on every stage. Both hold for every p and m.
+    Bubble: (p − 1)/(m + p − 1). Kept: m micro-batches on every stage. Both hold for every p and m.
     """
     for stage in stages:
         for i in range(microbatches):
@@ -78,7 +78,7 @@ def looped_bfs(
 
     ``looped_bfs.placed(round_robin(4))`` has v = 4.
 
-    Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Stash: m micro-batches on every stage, for every p
+    Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Kept: m micro-batches on every stage, for every p
     and m.
     """
     for stage in stages:
@@ -101,7 +101,7 @@ def inference(
         0: F0 F1 F2  .
         1:  . F0 F1 F2
 
-    Bubble: (p − 1)/(m + p − 1), for every p and m. Stash: none.
+    Bubble: (p − 1)/(m + p − 1), for every p and m. Kept: none.
     """
     for stage in stages:
         for i in range(microbatches):

@@ -23,7 +23,7 @@ def one_f_one_b(device: int, devices: int, microbatches: int) -> Iterator[Task]:
         1:  . F0 F1  . B0 F2 B1 F3 B2  . B3  . U
         2:  .  . F0 B0 F1 B1 F2 B2 F3 B3  .  . U
 
-    Bubble: (p − 1)/(m + p − 1). Stash: min(p − s, m) micro-batches on stage s. Both hold for every
+    Bubble: (p − 1)/(m + p − 1). Kept: min(p − s, m) micro-batches on stage s. Both hold for every
     p and m.
     """
     ahead = min(devices - device, microbatches)
@@ -43,7 +43,7 @@ def interleaved_one_f_one_b(
     """1F1B with several stages a device, each in turn for a round of p or a few more micro-batches.
 
     From Megatron-LM (Narayanan et al., arXiv 2104.04473). v stages a device divide the bubble of
-    1F1B by about v, for v times the communication and a larger stash. Megatron-LM needs an m that p
+    1F1B by about v, for v times the communication and more memory. Megatron-LM needs an m that p
     divides; here any m will do. p = 2, m = 4, v = 2, a backward drawn as long as a forward::
 
         0: F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1  . b2  . b3 B2 B3 U
@@ -51,9 +51,9 @@ def interleaved_one_f_one_b(
 
     ``interleaved_one_f_one_b.placed(round_robin(4))`` has v = 4; ``grouped(6)`` has turns of 6.
 
-    Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Stash: min((v − 1) r + 2p − 1, v m) micro-batches of
+    Bubble: (p − 1)/(v m + p − 1), for m ≥ p. Kept: min((v − 1) r + 2p − 1, v m) micro-batches of
     one stage on device 0, the fullest, for every p and m. r is the length of the longest round:
-    ⌈m/⌊m/p⌋⌉ if m ≥ p, else m. If p divides m and m > p, the stash is v p + p − 1.
+    ⌈m/⌊m/p⌋⌉ if m ≥ p, else m. If p divides m and m > p, it is v p + p − 1.
     """
     rounds = max(microbatches // devices, 1)
     starts = [microbatches * turn // rounds for turn in range(rounds + 1)]
@@ -103,7 +103,7 @@ def seq1f1b(slices: int) -> Recipe:
         0: F0 f0 F1  . b0 f1 B0  . b1 B1 U
         1:  . F0 f0 b0 F1 B0 f1 b1 B1  . U
 
-    Bubble, where slices take the same time: (p − 1)/(n m + p − 1) for n slices. Stash: min(p − d +
+    Bubble, where slices take the same time: (p − 1)/(n m + p − 1) for n slices. Kept: min(p − d +
     n − 1, n m) slices on device d.
     """
 

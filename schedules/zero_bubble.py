@@ -28,7 +28,7 @@ def zb_h1(device: int, devices: int, microbatches: int) -> Iterator[Task]:
         2:  .  . F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 F4 I4 W2 W3 W4 U
 
     Bubble: at most (p − 1)(T_F + T_I − T_W), for m ≥ p and T_W ≤ T_F. With equal times p − 1 tasks,
-    a share of (p − 1)/(3m + p − 1) of the step. Stash: min(p, m) micro-batches on every stage, for
+    a share of (p − 1)/(3m + p − 1) of the step. Kept: min(p, m) micro-batches on every stage, for
     every p and m.
     """
     yield from _in_turn(devices - device, device, microbatches)
@@ -48,7 +48,7 @@ def zb_h2(device: int, devices: int, microbatches: int) -> Iterator[Task]:
     The devices start one after another, and so end one after another.
 
     Bubble: at most (p − 1)(T_F + T_I − 2 T_W), for m ≥ 2p − 1, T_W ≤ T_F and 2 T_W ≤ T_F + T_I;
-    none with equal times. Stash: min(2p − 1, m) micro-batches on every stage, for every p and m.
+    none with equal times. Kept: min(2p − 1, m) micro-batches on every stage, for every p and m.
     """
     yield from _in_turn(2 * (devices - device) - 1, 2 * device, microbatches)
 
@@ -82,7 +82,7 @@ def zb_v(
         0: F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3  . U
         1:  . F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3 U
 
-    Bubble: none, for m ≥ 2p − 1 and equal times. Stash: at most 2 min(p, m) micro-batches of one of
+    Bubble: none, for m ≥ 2p − 1 and equal times. Kept: at most 2 min(p, m) micro-batches of one of
     a device's two stages, in the memory of min(p, m) of both; for m ≥ 2p − 1 exactly 2p on every
     device.
     """

@@ -78,7 +78,7 @@ REACH_UP = {
     "fxpipe.ir.schedule": {
         "__str__",
         "parse",
-        "stash",
+        "kept",
         "verify",
     },
     "fxpipe.ir.traced": {"__str__", "text"},

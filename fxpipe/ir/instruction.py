@@ -16,8 +16,10 @@ from fxpipe.ir.opcodes.forward import Recompute as Recompute
 from fxpipe.ir.opcodes.moves import Free as Free
 from fxpipe.ir.opcodes.moves import Load as Load
 from fxpipe.ir.opcodes.moves import Output as Output
+from fxpipe.ir.opcodes.moves import Pop as Pop
 from fxpipe.ir.opcodes.moves import Receive as Receive
 from fxpipe.ir.opcodes.moves import Send as Send
+from fxpipe.ir.opcodes.moves import Stash as Stash
 from fxpipe.ir.opcodes.own_task import Run as Run
 from fxpipe.ir.opcodes.update import Barrier as Barrier
 from fxpipe.ir.opcodes.update import Pause as Pause
@@ -32,7 +34,7 @@ Meeting = Barrier | Pause
 OPCODES: dict[str, type[Instruction]] = {
     made.opcode: made
     for made in (
-        *(Load, Output, Send, Receive),
+        *(Load, Output, Send, Receive, Stash, Pop),
         *(Forward, Recompute, Backward, InputGrad, WeightGrad, Run),
         *(Free, Barrier, Pause, Update),
     )

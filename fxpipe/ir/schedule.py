@@ -1,6 +1,6 @@
 """The Schedule: each device's compute tasks in order, and where the stages are.
 
-Communication, stash, frees and versions are derived from it.
+Communication, frees and versions are derived from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxpipe.ir.task import Task
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from fxpipe.verify.schedule import StashCounts
+    from fxpipe.verify.schedule import KeptCounts
 
 
 Delay = int | tuple[int, ...]
@@ -186,11 +186,11 @@ class Schedule:
     """The weight versions that each stage keeps, how stale they are, and the smallest delay:
     ``fxpipe.extensions.overlapping.delays.schedule_versions``."""
 
-    def stash(self) -> StashCounts:
+    def kept(self) -> KeptCounts:
         """The most micro-batches that stages and devices keep between forward and backward."""
-        from fxpipe.verify.schedule import schedule_stash
+        from fxpipe.verify.schedule import schedule_kept
 
-        return schedule_stash(self)
+        return schedule_kept(self)
 
     simulate = View()
     draw = View()

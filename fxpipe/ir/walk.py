@@ -33,7 +33,7 @@ Key = tuple[str, int | None, int]
 """Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the copy's
 device for a micro-batch."""
 
-_CONNECTED = frozenset(get_args(ins.Send | ins.Receive | ins.Meeting))
+_CONNECTED = frozenset(get_args(ins.Send | ins.Receive | ins.Stash | ins.Pop | ins.Meeting))
 """The instructions that others wait for, or that wait for others."""
 
 

@@ -65,6 +65,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.value import Edge
 from fxpipe.text.scan import is_name
 
 _INDEX = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -76,8 +77,18 @@ def print_plan(plan: Plan) -> str:
     lines = [f"plan stages={len(plan.stages)}", *(f"edge {edge}" for edge in plan.edges)]
     for stage in plan.stages:
         lines.append(f"stage {stage.index}" + (" autograd" if stage.under_autograd else ""))
+        lines += [line for edge in plan.edges if (line := _skip(edge, stage.index))]
         lines.extend(_body(stage))
     return "\n".join(lines) + "\n"
+
+
+def _skip(edge: Edge, stage: int) -> str:
+    """What a stage does with a value that skips stages: it stashes or pops it; else ""."""
+    if edge.kind == "skip" and edge.source == stage:
+        return f"  stash {edge.value} -> {edge.target}"
+    if edge.kind == "skip" and edge.target == stage:
+        return f"  pop {edge.value} <- {edge.source}"
+    return ""
 
 
 def print_traced(traced: Traced) -> str:

@@ -1,4 +1,4 @@
-"""The verifier of a Schedule, and its stash: what it keeps between forward and backward."""
+"""The verifier of a Schedule, and what it keeps between forward and backward."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fxpipe.verify.tasks import (
 
 
 @dataclass(frozen=True)
-class StashCounts:
+class KeptCounts:
     """The most micro-batches that are kept at once, in a run of any length.
 
     A micro-batch counts on a stage from the start of its forward, or, if it has one, of its
@@ -59,13 +59,13 @@ def verify_schedule(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def schedule_stash(schedule: Schedule) -> StashCounts:
+def schedule_kept(schedule: Schedule) -> KeptCounts:
     """Count the micro-batches that are kept between forward and backward.
 
     Raises:
         VerificationError: tasks are missing, or not in order.
     """
-    return stash_of(ordered_window(schedule))
+    return kept_of(ordered_window(schedule))
 
 
 def ordered_window(schedule: Schedule) -> Window:
@@ -144,8 +144,8 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
             )
 
 
-def stash_of(window: Window) -> StashCounts:
-    """Count the stash of a schedule whose tasks are complete and in order."""
+def kept_of(window: Window) -> KeptCounts:
+    """Count what is kept by a schedule whose tasks are complete and in order."""
     devices = [0] * window.schedule.devices
     peaks: list[list[int]] = []
     for begin, ends in ("RF", "BW"), ("I", "W"), ("F", "R"):
@@ -156,7 +156,7 @@ def stash_of(window: Window) -> StashCounts:
             if ends == "BW":
                 devices[spot.device] = max(devices[spot.device], in_all)
     whole, deferred, inputs = map(tuple, peaks)
-    return StashCounts(whole, tuple(devices), deferred, inputs)
+    return KeptCounts(whole, tuple(devices), deferred, inputs)
 
 
 def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, int, int]]:

@@ -86,7 +86,7 @@ class _Mail:
                     queue = self.queues[device, home]
                     self.places[buffer[:5]] = len(queue), buffer.batch
                     queue.append(buffer)
-                    yield ins.Send(buffer)
+                    yield (ins.Stash if buffer.kind == "skip" else ins.Send)(buffer)
 
     def receive(
         self, device: int, instructions: Sequence[ins.Instruction]
@@ -138,5 +138,5 @@ class _Mail:
             arrival = queue[index]
             if windows:
                 arrival = arrival._replace(batch=arrival.batch + windows)
-            yield ins.Receive(arrival)
+            yield (ins.Pop if arrival.kind == "skip" else ins.Receive)(arrival)
         self.taken[pair] = max(first, end)

@@ -28,7 +28,7 @@ class Partition:
         memory_limits: bytes: one number for all devices, or a list with one for each; None for no
             limit. A limit covers all that ``pipe.simulate().memory`` counts: parameters, gradients,
             optimizer state, weight versions, the saved values of as many micro-batches as the
-            schedule stashes, and temporary values of the graphs. Without ``optimizer=`` the state
+            schedule keeps, and temporary values of the graphs. Without ``optimizer=`` the state
             of an Adam that the caller steps is added. The stages of a device get equal shares of
             its limit.
         device_speeds: a number for each device, relative to each other: 2 is twice as fast as 1.

@@ -157,7 +157,7 @@ class StageLoad:
     Attributes:
         compute: seconds of compute for one micro-batch.
         transfer: seconds of sending and receiving for one micro-batch.
-        memory: bytes, with the saved values of all micro-batches that it stashes.
+        memory: bytes, with the saved values of all micro-batches that it keeps.
         received: bytes received from other stages for one micro-batch.
     """
 

@@ -56,7 +56,7 @@ def test_what_runs_again_gives_the_same_gradients_and_counts_once(
     ) as pipe:
         assert torch.equal(pipe.step(x, target=y), expected.loss)
         if kept is not None:
-            assert [pipe.stashed[stage] for stage in range(2)] == kept
+            assert [pipe.kept[stage] for stage in range(2)] == kept
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
     loop.assert_same(dict(model.named_buffers()), dict(alone.named_buffers()))
 
@@ -111,7 +111,7 @@ def test_recomputation_reads_the_version_that_the_forward_read() -> None:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), expected.step(x, y))
         pipe.flush()
-        assert set(pipe.stashed.values()) == {1}
+        assert set(pipe.kept.values()) == {1}
     expected.assert_same(model)
 
 

@@ -49,14 +49,14 @@ def fits(work: Work, machine: StageDevices, assigned: Sequence[int]) -> bool:
         own = [atom for atom, at in enumerate(assigned) if at == stage]
         always = machine.reserved[stage] if machine.reserved else 0.0
         always += sum(work.resident[atom] for atom in own)
-        stash = machine.peaks[stage] * sum(work.saved[atom] for atom in own)
+        saved = machine.peaks[stage] * sum(work.saved[atom] for atom in own)
         for value in work.transfers:
             readers = [assigned[reader] for reader in value.readers]
             home = min(readers) if value.source is None else assigned[value.source]
             if home == stage:
                 always += value.resident
             elif stage in readers:
-                stash += (machine.arrived or machine.peaks)[stage] * value.bytes
-        if always + stash > limit:
+                saved += (machine.arrived or machine.peaks)[stage] * value.bytes
+        if always + saved > limit:
             return False
     return True

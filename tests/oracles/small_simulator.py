@@ -169,6 +169,6 @@ def peak_stash(schedule: Schedule, *stages: int, device: int | None = None) -> i
     return peak
 
 
-def device_stash(schedule: Schedule, device: int) -> int:
+def device_kept(schedule: Schedule, device: int) -> int:
     """The most micro-batches that all stages of a device keep at once, counted by stage."""
     return peak_stash(schedule, *schedule.held_by(device), device=device)

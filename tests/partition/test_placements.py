@@ -79,7 +79,7 @@ def test_stages_may_stand_anywhere_and_run_again(
         assert pipe.schedule.placement == placement(devices)
         assert len(pipe.plan.stages) == len(placement(devices))
         kept = 2 if recipe.name == "recomputing" else MICROBATCHES
-        assert set(pipe.stashed.values()) == {kept}
+        assert set(pipe.kept.values()) == {kept}
         pipe.eval()
         # inference runs no recomputation: it is one and the same for both
         made = pipe(x) if recipe is gpipe else None

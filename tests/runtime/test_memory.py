@@ -127,5 +127,5 @@ def test_a_stage_keeps_as_many_microbatches_as_its_schedule_says(
         model, ["cpu"] * stages, schedule=schedule, microbatches=microbatches, loss=mse_loss
     ) as pipe:
         pipe.step(x, target=x)
-        kept = pipe.stashed
+        kept = pipe.kept
     assert kept == {stage: most(stage, stages, microbatches) for stage in range(stages)}

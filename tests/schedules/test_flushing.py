@@ -18,7 +18,7 @@ from fxpipe.schedules import (
 from tests.oracles.small_simulator import (
     AS_LONG,
     busy,
-    device_stash,
+    device_kept,
     grid,
     makespan,
     peak_stash,
@@ -203,6 +203,6 @@ def test_interleaving_keeps_more_than_one_f_one_b_by_its_formula(v: int) -> None
         for m in range(1, 14):
             schedule = interleaved_one_f_one_b.placed(round_robin(v))(p, m)
             longest = -(-m // max(m // p, 1))
-            assert device_stash(schedule, 0) == min((v - 1) * longest + 2 * p - 1, v * m)
+            assert device_kept(schedule, 0) == min((v - 1) * longest + 2 * p - 1, v * m)
             if m % p == 0 and m > p:
-                assert device_stash(schedule, 0) == v * p + p - 1
+                assert device_kept(schedule, 0) == v * p + p - 1

@@ -1,4 +1,4 @@
-"""Schedules without flush, as windows: order, bubble, stash, and which weights a batch can read."""
+"""Schedules without flush, as windows: order, bubble, memory, and which weights batches read."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_dualpipes_published_idle_time_comes_out(table: str, f: int, w: int) -> 
         idles = makespan(ran) - max(busy(ran, device) for device in range(p))
         formula = (p // 2 - 1) * (both + b - 3 * w)
         assert idles == formula if both == f + b else idles <= formula
-    assert schedule.stash().devices == (p + 1,) * p
+    assert schedule.kept().devices == (p + 1,) * p
 
 
 @pytest.mark.models

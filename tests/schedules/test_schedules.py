@@ -23,7 +23,7 @@ from tests.helpers.profiles import some
 from tests.oracles.small_simulator import (
     AS_LONG,
     HALVES,
-    device_stash,
+    device_kept,
     drawn_in,
     grid,
     peak_stash,
@@ -89,8 +89,8 @@ def test_the_verifier_counts_the_stash_as_the_few_lines_of_the_tests_do(recipe: 
         if schedule.trains:
             run = run_of(schedule, 3 * p)
             stages = tuple(peak_stash(run, stage) for stage in range(run.stages))
-            devices = tuple(device_stash(run, device) for device in range(p))
-            found = schedule.stash()
+            devices = tuple(device_kept(run, device) for device in range(p))
+            found = schedule.kept()
             assert (found.stages, found.devices) == (stages, devices)
 
 

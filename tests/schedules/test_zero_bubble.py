@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2: grids, bubble and stash."""
+"""ZB-H1 and ZB-H2: grids, bubble and memory."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ edge skip relu 0->2 gradient
 edge act add 1->2 gradient
 edge out linear 2->host gradient
 stage 0
+  stash relu -> 2
   parameter p_conv_weight = conv.weight
   buffer b_bn_mean = bn.running_mean
   write bn.running_mean = getitem_3
@@ -43,6 +44,7 @@ stage 1
     add = torch.ops.aten.add.Tensor(relu, 1)
     return (add,)
 stage 2 autograd
+  pop relu <- 0
   parameter p_0 = 'my module.weight'
   graph
     p_0 = placeholder()

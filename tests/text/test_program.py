@@ -28,6 +28,8 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "output": (ins.Output(Buffer("grad", "x", 0, HOST, 3)), "output grad:x:0->host[3]"),
     "send": (ins.Send(Buffer("act", "y", 0, 1, 12)), "send act:y:0->1[12]"),
     "recv": (ins.Receive(SKIP), "recv skip:relu_3:0->2[1]"),
+    "stash": (ins.Stash(SKIP), "stash skip:relu_3:0->2[1]"),
+    "pop": (ins.Pop(SKIP), "pop skip:relu_3:0->2[1]"),
     "forward": (ins.Forward(1, 2, 3), "forward s1[2] v3 keep"),
     "recompute": (ins.Recompute(1, 2, 3), "recompute s1[2] v3"),
     "backward": (ins.Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),

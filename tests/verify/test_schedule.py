@@ -372,7 +372,7 @@ def test_counts_that_one_line_asks_for_are_refused_before_any_work(
 ) -> None:
     text = f"schedule mine stages=1 {counts}\nplace 0\n0: {row}\n"
     schedule = Schedule.parse(text)
-    for look in (schedule.verify, schedule.versions, schedule.stash):
+    for look in (schedule.verify, schedule.versions, schedule.kept):
         with pytest.raises(VerificationError, match=message) as caught:
             look()
         assert len(caught.value.faults) == 1

@@ -159,5 +159,5 @@ def _row(schedule: Schedule, times: Mapping[str, float]) -> Compared:
     time, bubble = simulated.makespan, simulated.bubble
     if simulated.steps > 1:
         time, bubble = simulated.steady.period, simulated.steady.bubble
-    most = max(simulated.device_stash) / share
+    most = max(simulated.device_kept) / share
     return Compared(schedule.name, time, bubble, most, max(simulated.weight_versions))

@@ -1,9 +1,9 @@
 """Chimera: two opposite pipelines on the same devices (Li & Hoefler, arXiv 2107.06925).
 
 From the paper: the two opposite placements, 1F1B with half of the micro-batches in each, that both
-fit together without a conflict for an even p, the bubble, and the stash at the ends and in the
+fit together without a conflict for an even p, the bubble, and what is kept at the ends and in the
 middle. Derived here: the start times, that units of p micro-batches follow each other without a
-gap, that directions alternate so that any m works, and the stash in between.
+gap, that directions alternate so that any m works, and what is kept in between.
 
 One thing differs: in the paper both devices of a stage hold and update its weights. Here one of
 them does, and sends the weights to its copy at the beginning of each step. That moves as many bytes
@@ -45,7 +45,7 @@ def chimera(device: int, devices: int, microbatches: int) -> Iterator[Task]:
 
     A device begins to sum a stage's gradients (A, not drawn) right after its last backward there.
 
-    Bubble: (p − 2)/(2m + p − 2), for T_F = T_B, even p, and an m that p divides. Stash: a device at
+    Bubble: (p − 2)/(2m + p − 2), for T_F = T_B, even p, and an m that p divides. Kept: a device at
     distance e from the nearer end keeps min(p/2 + 1 + e, p) micro-batches of a stage, for even p
     and m ≥ p. ``fxpipe.schedules`` explains the symbols.
     """

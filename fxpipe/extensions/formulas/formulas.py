@@ -86,8 +86,8 @@ def formulas(recipe: Recipe, *, most: int = 8) -> Formulas:
 
 def _of(schedules: Mapping[Point, Schedule]) -> Formulas:
     """The closed forms of schedules."""
-    stash = {at: Fraction(max(s.stash().devices), at[2]) for at, s in schedules.items()}
-    kept = _found({(at, (1,)): each for at, each in stash.items()}, [1])
+    fullest = {at: Fraction(max(s.kept().devices), at[2]) for at, s in schedules.items()}
+    kept = _found({(at, (1,)): each for at, each in fullest.items()}, [1])
     letters = "FIW" if any("I" in each.kinds for each in schedules.values()) else "FB"
     symbols = [sympy.Symbol(f"T_{letter}", positive=True) for letter in letters]
     times = [each[: len(letters)] for each in TIMES[: 3 * len(letters) - 3]]

@@ -24,7 +24,7 @@ def interleaved_zb(task: Task, devices: int) -> tuple[int, ...]:
         0: F0 F1 f0 f1  . i0 w0 i1 I0 I1 F2 W0 F3 W1 f2 w1 f3 i2 w2 i3 I2 I3 W2 W3 w3 U
         1:  . F0 F1 f0 i0 f1 i1 I0 I1 W0 W1 F2 w0 F3 w1 f2 i2 f3 i3 I2 I3 W2 W3 w2 w3 U
 
-    Bubble: p − 1 tasks, for p dividing m and equal times. Stash: at most 2p micro-batches on all
+    Bubble: p − 1 tasks, for p dividing m and equal times. Kept: at most 2p micro-batches on all
     stages of a device together, for every p and m.
     """
     assert task.stage is not None
@@ -45,7 +45,7 @@ def hanayo(task: Task, devices: int) -> tuple[int, int]:
         1:  . F0 f0 F1 f1 f0 f0 f1 f1 b0 b0 b1 b1 b0 B0 b1 B1  . U
 
     Bubble: for m = p and equal times at most 7(p − 1)/2 tasks, of which a micro-batch has eight on
-    each device; 1F1B's would be 8(p − 1) of them. Stash: at most m micro-batches on every stage.
+    each device; 1F1B's would be 8(p − 1) of them. Kept: at most m micro-batches on every stage.
     """
     assert task.stage is not None
     assert task.microbatch is not None

@@ -34,7 +34,7 @@ class MemoryBudget(Budget):
         # a stage that recomputes holds its inputs longer than all else
         rows = [[task for task in row if task.kind not in "ROP"] for row in schedule.rows]
         plain = replace(schedule, rows=tuple(map(tuple, rows)))
-        saved, arrived = (_held(schedule, each.stash().stages) for each in (schedule, plain))
+        saved, arrived = (_held(schedule, each.kept().stages) for each in (schedule, plain))
         super().__init__(replace(machine, peaks=saved, arrived=arrived))
         self._placement = schedule.placement
         self._reserved: dict[int, int] = {}
@@ -77,7 +77,7 @@ class MemoryBudget(Budget):
         return False
 
 
-def _held(schedule: Schedule, stash: Sequence[int]) -> tuple[int, ...]:
+def _held(schedule: Schedule, kept: Sequence[int]) -> tuple[int, ...]:
     """Stage → of the micro-batches between forward and backward those that it does not offload."""
     stored = Counter(task.stage for row in schedule.rows for task in row if task.kind == "O")
     windows = schedule.depth + 1
@@ -85,5 +85,5 @@ def _held(schedule: Schedule, stash: Sequence[int]) -> tuple[int, ...]:
         min(count, windows * (schedule.microbatches - stored[stage]) + _MOVING)
         if stored[stage]
         else count
-        for stage, count in enumerate(stash)
+        for stage, count in enumerate(kept)
     )

@@ -3,7 +3,7 @@
 Both repeat a building block. Two stages a device are placed as a V, and if every task takes one
 unit of time, a device has six units of work per micro-batch: F, I and W on each stage. The block
 says when the F and I run, for which other devices wait. Repeated every six units it gives a
-schedule, whose stash is proportional to the length of the block; the W fill the gaps. While the
+schedule, whose memory is proportional to the length of the block; the W fill the gaps. While the
 pipe fills and drains, tasks leave the order of the blocks where that closes gaps.
 
 Both work for every p and m. The bubble here is the time of a step beyond a device's work; 1F1B's is
@@ -42,7 +42,7 @@ def v_half(
         2:  .  . F0 f0 F1 f1  .  . i0 I0 w0 F2 W0 f2 i1 I1 w1 W1 i2 I2 w2 W2  . U
 
     Bubble: with equal times and m ≥ p > 2, 3p − 7 tasks for even p and 3p − 4 for odd p. It does
-    not grow with m where T_F ≤ T_I ≤ T_F + T_W/2. Stash: at most 2⌊(p + 2)/2⌋ micro-batches of one
+    not grow with m where T_F ≤ T_I ≤ T_F + T_W/2. Kept: at most 2⌊(p + 2)/2⌋ micro-batches of one
     of a device's two stages, in the memory of ⌊(p + 2)/2⌋ of both, for every p, m and times.
     """
     limit = 2 * ((devices + 2) // 2)
@@ -64,7 +64,7 @@ def v_min(
         2:  .  . F0 f0 F1 f1  .  . i0 I0 w0 W0 F2 f2 i1 I1 w1 W1 i2 I2 w2 W2  . U
 
     Bubble: with equal times and m ≥ p > 2, 4p − 5 tasks, and 4p − 7 where 3 divides p. With
-    unequal times it grows with m, as the paper says. Stash: at most 2⌊(p + 4)/3⌋ micro-batches of
+    unequal times it grows with m, as the paper says. Kept: at most 2⌊(p + 4)/3⌋ micro-batches of
     one of a device's two stages, in the memory of ⌊(p + 4)/3⌋ of both, for every p, m and times.
     """
     limit = 2 * ((devices + 4) // 3)
@@ -142,7 +142,7 @@ def repeat(
             rows[device].append(task)
             now.append(task)
         if not now:
-            raise ValueError(f"a stash of {limit} is too little for the block; raise the limit")
+            raise ValueError(f"{limit} kept micro-batches are too few for a block; raise it")
         done.update(now)
     return tuple(map(tuple, rows))
 

@@ -29,7 +29,7 @@ def dualpipe_v(
     Bubble: where a forward and a backward are two passes, a device is idle between its first task
     and its last for at most (p − 1)(T_F + T_I − T_W), for m ≥ 2p and T_W ≤ T_I ≤ T_F ≤ T_I + T_W.
     Where they are one pass of T_F + T_B, the whole step takes (p − 1)(T_F + 2 T_B − 3 T_W) longer
-    than a device's work, for m ≥ 2p and T_F = T_I ≥ T_W. Stash: 2p + 1 micro-batches of one of a
+    than a device's work, for m ≥ 2p and T_F = T_I ≥ T_W. Kept: 2p + 1 micro-batches of one of a
     device's two stages, for m ≥ 2p.
     """
     upto, behind = device + 1, devices - device - 1

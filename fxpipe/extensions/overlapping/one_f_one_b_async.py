@@ -4,7 +4,7 @@ Batches follow each other without a pause, so there is no bubble in steady state
 tasks in the same order and differ in the delay: by how many updates the weights that a batch reads
 are older than the newest. A backward always reads the version that its forward read.
 
-Figures of all, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1). Stash:
+Figures of all, for every p and m that they take. Bubble over T steps: (p − 1)/(m T + p − 1). Kept:
 p − s micro-batches on stage s. ``fxpipe.schedules`` explains the symbols and drawings.
 """
 

@@ -60,7 +60,7 @@ def step(
             watch.look(host)
 
     run.step(job, arrived, whole=with_output)
-    engine.stashed, engine.logged = run.peak_kept, host.logged()
+    engine.kept, engine.logged = run.peak_kept, host.logged()
     return (loss.read(), host.output()) if with_output else loss
 
 

@@ -255,7 +255,7 @@ class Stages:
         if self._limited:
             peaks = tuple(float(memory.peak) for memory in run.memory)
         else:  # what it would keep is enough to compare equally fast ones
-            peaks = tuple(float(stash * samples) for stash in run.device_stash)
+            peaks = tuple(float(kept * samples) for kept in run.device_kept)
         return Predicted(candidate, run.step_time, peaks)
 
 

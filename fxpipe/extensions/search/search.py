@@ -95,7 +95,7 @@ def search_schedule(
             two ``costs`` names, or for both.
         memory: the most that each device may hold, one number or one for each device: in bytes if
             there are ``sizes``, otherwise in micro-batches from their forward to their last task,
-            as ``Schedule.stash`` counts.
+            as ``Schedule.kept`` counts.
         sizes: bytes of what devices hold. The schedule keeps to the limits in a simulation with
             these sizes; the bound counts only what forwards and input gradients leave behind.
         links: the latency and bandwidth of the links between devices, as for ``simulate``.

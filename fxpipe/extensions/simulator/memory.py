@@ -14,7 +14,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer, own_buffer
 from fxpipe.torchtools.pytrees import in_blocks
 
-PARTS = ("parameters", "optimizer", "versions", "gradients", "stash", "values", "workspace")
+PARTS = ("parameters", "optimizer", "versions", "gradients", "saved", "values", "workspace")
 """The parts of a device's memory: one version of the parameters; optimizer state and buffers;
 further versions; sums of gradients; what is kept for backward; values and gradients between stages;
 and what the running instruction adds."""
@@ -221,7 +221,7 @@ class Holding:
         parts = dict(self.parts)
         for piece in self._made if self._inside else ():
             parts[piece.part] -= piece.bytes
-        parts["stash"] -= self._shared
+        parts["saved"] -= self._shared
         parts["workspace"] = level - sum(parts.values())
         return parts
 
@@ -324,9 +324,9 @@ class Holding:
         for buffer in self._used_up(part):
             pieces = [*self._kept[buffer]]
             for at, piece in enumerate(pieces):
-                if piece.part == "stash" and self._count[piece.key] == 1:
+                if piece.part == "saved" and self._count[piece.key] == 1:
                     pieces[at] = piece._replace(bytes=piece.bytes * (left - 1) // left)
-                    self._add("stash", pieces[at].bytes - piece.bytes)
+                    self._add("saved", pieces[at].bytes - piece.bytes)
             self._kept[buffer] = tuple(pieces)
 
     def arriving(self, buffer: Buffer) -> int:
@@ -368,9 +368,9 @@ class Holding:
             case "grad":
                 yield self._crossing(Edge(target, source, value), True, i, batch)
             case "state":
-                yield Piece("stash", buffer, sizes.state.get(source, 0))
+                yield Piece("saved", buffer, sizes.state.get(source, 0))
             case "saved":
-                yield Piece("stash", buffer, sizes.saved.get(source, 0))
+                yield Piece("saved", buffer, sizes.saved.get(source, 0))
                 for held in sizes.holds.get(source, ()):
                     yield self._near((held, False), source, i, batch)
             case "offloaded":
@@ -388,7 +388,7 @@ class Holding:
             case "fetched":
                 yield from self._kept[own_buffer("fetching", source, i, batch)]
             case "deferred":
-                yield Piece("stash", buffer, sizes.deferred.get(source, 0))
+                yield Piece("saved", buffer, sizes.deferred.get(source, 0))
                 for crossing in sizes.deferred_holds.get(source, ()):
                     yield self._near(crossing, source, i, batch)
             case _:

@@ -21,7 +21,7 @@ LEGEND = (
     "bubble: the share of the devices' time that is idle until the last micro-batch is through. By "
     "cause: before the first task (warm-up), for another device's task (waits for), for transfers "
     "(copies), for all devices (together), for other replicas (sums), the rest in between (other), "
-    "after the last task (drain). stash: the most micro-batches kept for backward; versions: of "
+    "after the last task (drain). kept: the most micro-batches kept for backward; versions: of "
     "the weights"
 )
 """What the columns of the table mean, told by the first table of a process. Empty columns are left
@@ -34,7 +34,7 @@ def simulation_table(simulation: Simulation) -> str:
     """The table as text: each device's busy time, its idle time by cause, and what it keeps."""
     program = simulation.program
     headings = ["device", "stages", "busy", "warm-up", "waits for", "copies", "together", "sums"]
-    headings += ["other", "drain", "stash", "versions"]
+    headings += ["other", "drain", "kept", "versions"]
     rows: list[list[str]] = []
     end = simulation.through or 1
     single = max(simulation.weight_versions, default=1) <= 1
@@ -47,9 +47,9 @@ def simulation_table(simulation: Simulation) -> str:
             *(_share(time, end) for time in (idle.meeting, idle.summing, idle.other, idle.drain)),
         ]
         stages = ", ".join(map(str, held))
-        stash = ", ".join(str(simulation.stash[stage]) for stage in held)
+        kept = ", ".join(str(simulation.kept[stage]) for stage in held)
         versions = ", ".join(str(simulation.weight_versions[stage]) for stage in held)
-        row = [str(device), stages, f"{1 - idle.total / end:.1%}", *shares, stash]
+        row = [str(device), stages, f"{1 - idle.total / end:.1%}", *shares, kept]
         rows.append([*row, "" if single else versions])
     table = plain_table()
     shown = [at for at in range(len(headings)) if any(row[at] for row in rows)]

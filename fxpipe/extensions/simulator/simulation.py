@@ -24,7 +24,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.verify.facts import window_of
-from fxpipe.verify.schedule import StashCounts, stash_of
+from fxpipe.verify.schedule import KeptCounts, kept_of
 
 if TYPE_CHECKING:
     from fxpipe.extensions.simulator.memory import Memory
@@ -255,18 +255,18 @@ class Simulation:
         return tuple(sent)
 
     @property
-    def stash(self) -> tuple[int, ...]:
+    def kept(self) -> tuple[int, ...]:
         """Stage → the most micro-batches that it keeps for backward at once."""
         return self._counts.stages
 
     @property
-    def device_stash(self) -> tuple[int, ...]:
+    def device_kept(self) -> tuple[int, ...]:
         """Device → the most micro-batches that its stages together keep for backward at once."""
         return self._counts.devices
 
     @cached_property
-    def _counts(self) -> StashCounts:
-        return stash_of(window_of(self.window))
+    def _counts(self) -> KeptCounts:
+        return kept_of(window_of(self.window))
 
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:

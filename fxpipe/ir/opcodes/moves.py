@@ -77,6 +77,13 @@ class Send(_Reading):
 
 
 @dataclass(frozen=True, slots=True)
+class Stash(Send):
+    """Send a value that skips stages straight to the stage that pops it; else like ``send``."""
+
+    opcode = "stash"
+
+
+@dataclass(frozen=True, slots=True)
 class Receive(_Writing):
     """Wait for a value that another device sends. Roughly: buffers[b] = self.get(b)."""
 
@@ -89,6 +96,13 @@ class Receive(_Writing):
     def run(self, machine: Machine) -> None:
         value = machine.channels.arrive(machine, machine.named(self.buffer))
         machine.store.values[self.buffer] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Pop(Receive):
+    """Wait for a value that another stage stashes; else like ``recv``."""
+
+    opcode = "pop"
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ def test_copies_train_as_a_loop_that_sums_in_the_same_parts(
         losses = [pipe.step(x, target=y) for x, y in data]
         assert all(map(torch.equal, losses, alone.run(data)))
         alone.assert_same(model)
-        assert pipe.stashed == dict(enumerate(pipe.schedule.stash().stages))
+        assert pipe.kept == dict(enumerate(pipe.schedule.kept().stages))
 
 
 def test_without_an_optimizer_gradients_are_added_to_those_that_are_there() -> None:

@@ -74,7 +74,7 @@ def test_a_form_is_the_simulators_beyond_where_it_was_checked(
     simulated = simulate_schedule(schedule, {**costs, "U": 0})
     assert float(found.makespan.form.subs(values)) == simulated.through
     assert float(found.bubble.form.subs(values)) == pytest.approx(simulated.bubble, abs=1e-12)
-    assert found.kept.form.subs(values) == max(schedule.stash().devices)
+    assert found.kept.form.subs(values) == max(schedule.kept().devices)
 
 
 def test_stages_a_device_are_in_the_form_where_there_may_be_any_number() -> None:

@@ -18,7 +18,7 @@ from tests.oracles.small_simulator import (
     AS_LONG,
     HALVES,
     Ran,
-    device_stash,
+    device_kept,
     makespan,
     simulate,
     times,
@@ -64,7 +64,7 @@ def test_interleaved_zero_bubble_has_a_bubble_of_one_task_for_each_other_device(
         for m in (p, 2 * p, 3 * p):
             schedule = interleaved_zb(p, m)
             assert makespan(simulate(schedule, HALVES)) == 6 * m + p - 1
-            assert max(device_stash(schedule, device) for device in range(p)) <= 2 * p
+            assert max(device_kept(schedule, device) for device in range(p)) <= 2 * p
 
 
 def test_waves_have_less_than_half_of_the_bubble_of_1f1b_for_few_microbatches() -> None:
@@ -132,7 +132,7 @@ def test_no_device_keeps_more_than_its_limit(
     kinds: str, urgent: str, p: int, m: int, limit: int
 ) -> None:
     schedule = listed(kinds, urgent, limit=limit)(p, m).verify()
-    assert max(device_stash(schedule, device) for device in range(p)) <= limit
+    assert max(device_kept(schedule, device) for device in range(p)) <= limit
 
 
 def test_a_recompute_comes_right_before_its_backward_if_it_sorts_last() -> None:

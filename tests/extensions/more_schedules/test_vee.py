@@ -1,4 +1,4 @@
-"""The V-shaped schedules: grids, bubble and stash."""
+"""The V-shaped schedules: grids, bubble and memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fxpipe.schedules import dualpipe_v, one_f_one_b, v_half, v_min, zb_v
 from tests.oracles.small_simulator import (
     HALVES,
     busy,
-    device_stash,
+    device_kept,
     grid,
     idle,
     makespan,
@@ -117,7 +117,7 @@ def test_zb_v_has_no_bubble_with_equal_times() -> None:
 def test_zb_v_keeps_as_much_as_the_first_stage_of_one_f_one_b_on_every_device() -> None:
     for p in range(1, 8):
         for m in range(1, 16):
-            kept = {device_stash(zb_v(p, m), device) for device in range(p)}
+            kept = {device_kept(zb_v(p, m), device) for device in range(p)}
             assert max(kept) <= 2 * min(p, m)
             if m >= 2 * p - 1:
                 assert kept == {2 * p}
@@ -144,7 +144,7 @@ def test_the_bubble_of_dualpipe_v_with_passes_apart(f: int, i: int, w: int) -> N
 def test_dualpipe_v_keeps_one_micro_batch_of_one_stage_more_than_zb_v() -> None:
     for p in range(1, 7):
         for m in range(2 * p, 16):
-            kept = [device_stash(dualpipe_v(p, m), device) for device in range(p)]
+            kept = [device_kept(dualpipe_v(p, m), device) for device in range(p)]
             assert kept == [2 * p + 1] * p
 
 
@@ -165,12 +165,12 @@ def test_the_bubble_of_v_min_is_two_thirds_of_one_f_one_bs() -> None:
 
 @pytest.mark.parametrize(("name", "devices"), AUTHORS)
 def test_no_slower_than_what_the_authors_published(name: str, devices: int) -> None:
-    bubbles, stash = AUTHORS[name, devices]
+    bubbles, most = AUTHORS[name, devices]
     for m in range(devices, 3 * devices + 1):
         bubble = bubbles[min(m - devices, len(bubbles) - 1)]
         schedule = find_recipe(name)(devices, m)
         assert makespan(simulate(schedule, HALVES)) <= 6 * m + bubble
-        assert max(device_stash(schedule, device) for device in range(devices)) <= stash
+        assert max(device_kept(schedule, device) for device in range(devices)) <= most
 
 
 @pytest.mark.parametrize(("recipe", "parts"), [(v_half, 2), (v_min, 3)], ids=["v-half", "v-min"])
@@ -179,7 +179,7 @@ def test_the_stash_is_a_part_of_one_f_one_bs(recipe: Recipe, parts: int) -> None
     for p in range(1, 13):
         published = 2 * ((p + 2 * parts - 2) // parts)
         for m in (1, 2, p, 2 * p):
-            kept = max(device_stash(recipe(p, m), device) for device in range(p))
+            kept = max(device_kept(recipe(p, m), device) for device in range(p))
             assert kept <= published
             assert m < p or p < 2 or kept == published
 
@@ -201,5 +201,5 @@ def test_blocks_that_do_not_fit_the_stash_are_refused() -> None:
     def block(device: int, devices: int) -> tuple[int, int, int, int]:
         return device, 12 - device, 12 + device, 24 - device
 
-    with pytest.raises(ValueError, match="a stash of 1 is too little"):
+    with pytest.raises(ValueError, match="1 kept micro-batches are too few"):
         repeat(block, 2, 2, 1)

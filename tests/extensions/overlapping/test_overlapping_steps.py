@@ -75,9 +75,9 @@ def test_two_buffered_weights_are_the_loop_with_gradients_one_version_late(
     case: str, optimizer: str, devices: int, microbatches: int
 ) -> None:
     pipe = compare(case, optimizer, devices, microbatches, flush_at=(3, 8))
-    # the stash of 1F1B: a stage holds its distance from the end
-    assert pipe.stashed == {s: min(devices - s, microbatches + 1) for s in range(devices)} or (
-        pipe.stashed == {s: devices - s for s in range(devices)}
+    # as in 1F1B: a stage holds its distance from the end
+    assert pipe.kept == {s: min(devices - s, microbatches + 1) for s in range(devices)} or (
+        pipe.kept == {s: devices - s for s in range(devices)}
     )
 
 

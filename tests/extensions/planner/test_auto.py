@@ -130,8 +130,8 @@ def test_the_fastest_that_fits_is_that_of_all_candidates() -> None:
             candidate.recipe(3, m), {key: time * 12 / m + 0.1 for key, time in times.items()}
         )
         kept = [
-            stash * 12 / m / (4 if mode == "always" else 1)
-            for stash, mode in zip(found.device_stash, candidate.recompute, strict=True)
+            kept * 12 / m / (4 if mode == "always" else 1)
+            for kept, mode in zip(found.device_kept, candidate.recompute, strict=True)
         ]
         slow = 1 + 0.2 * candidate.recompute.count("always")
         return Predicted(candidate, found.makespan * slow, tuple(kept))

@@ -59,8 +59,8 @@ def test_stages_that_share_a_device_do_not_lock_it(placement: object, memory: in
         work=150,
     )
     found.schedule.verify()
-    stash = found.schedule.stash()
-    assert max(stash.devices) <= (memory or inf)
+    kept = found.schedule.kept()
+    assert max(kept.devices) <= (memory or inf)
     assert found.schedule.simulate({"F": 2, "I": 3, "W": 1, "U": 0}).makespan == found.value
 
 

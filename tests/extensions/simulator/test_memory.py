@@ -112,14 +112,14 @@ def test_weights_gradients_and_versions_take_memory_too() -> None:
 
 
 @pytest.mark.parametrize("name", some(LIBRARY))
-def test_stash_and_versions_are_those_of_the_schedule(name: str) -> None:
+def test_what_is_kept_and_versions_are_those_of_the_schedule(name: str) -> None:
     for devices in range(1, 5):
         for microbatches in range(devices, 2 * devices + 1):
             schedule = find_recipe(name)(devices, microbatches)
             found = schedule.simulate()
             for mode in ("never", "except_last", "always"):
                 recomputed = add_recompute(schedule, dict.fromkeys(range(0, devices, 2), mode))
-                proven, ran = recomputed.stash(), recomputed.simulate()
-                assert ran.stash == proven.stages
-                assert ran.device_stash == proven.devices
+                proven, ran = recomputed.kept(), recomputed.simulate()
+                assert ran.kept == proven.stages
+                assert ran.device_kept == proven.devices
             assert list(found.weight_versions) == list(schedule.versions().live)

@@ -202,7 +202,7 @@ def test_the_parts_add_up_to_the_peak_and_are_shown() -> None:
         assert memory.parts["parameters"] > 0
         assert memory.parts["optimizer"] >= 2 * memory.parts["parameters"]
     shown = str(predicted)
-    for word in ("parameters", "optimizer", "gradients", "stash", "values", "workspace"):
+    for word in ("parameters", "optimizer", "gradients", "saved", "values", "workspace"):
         assert word in shown
 
 

@@ -35,14 +35,14 @@ def test_copies_are_predicted_with_what_stands_on_their_devices() -> None:
     with compiled(model, p, m, schedule="chimera") as pipe:
         pipe.step(x, target=y)
         found = pipe.simulate()
-        assert list(found.device_stash) == standing(p)
+        assert list(found.device_kept) == standing(p)
         assert all(each.parts["parameters"] for each in found.memory)
     free = {"F": 1.0, "B": 1.0, "A": 0.0, "U": 0.0}
     sizes = Sizes(parameters=dict.fromkeys(range(p), 5), saved=dict.fromkeys(range(p), 1))
     alone = find_recipe("chimera")(p, m).simulate(free, sizes=sizes)
-    for memory, stash in zip(alone.memory, standing(p), strict=True):
+    for memory, kept in zip(alone.memory, standing(p), strict=True):
         assert memory.parts["parameters"] == 2 * 5
-        assert memory.peak == 2 * 5 + stash
+        assert memory.peak == 2 * 5 + kept
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="as in tests/runtime/test_mapped")

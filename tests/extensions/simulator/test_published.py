@@ -21,7 +21,7 @@ from fxpipe.ir.task import Task
 from fxpipe.schedules import interleaved_one_f_one_b, one_f_one_b, zb_h1, zb_h2
 from fxpipe.schedules.one_f_one_b import grouped, seq1f1b
 from tests.helpers.profiles import DEEP, some
-from tests.oracles.small_simulator import device_stash
+from tests.oracles.small_simulator import device_kept
 
 FOLDER = Path(__file__).parents[2] / "published"
 
@@ -104,7 +104,7 @@ def test_groups_of_any_size_are_valid_and_keep_as_much_as_told() -> None:
             if 0 < m % size < p:
                 continue
             schedule = grouped(size, v)(p, m).verify()
-            assert device_stash(schedule, 0) == min((v - 1) * size + 2 * p - 1, v * m)
+            assert device_kept(schedule, 0) == min((v - 1) * size + 2 * p - 1, v * m)
 
 
 def test_a_group_smaller_than_the_pipe_is_refused() -> None:
@@ -191,7 +191,7 @@ def test_the_rules_of_zb_1p_take_as_long_as_zb_h1() -> None:
         for m in (1, p, p + 1, 2 * p, 3 * p):
             found, written = zb_1p()(p, m).verify(), zb_h1(p, m)
             assert found.simulate({"U": 0}).makespan == written.simulate({"U": 0}).makespan
-            assert max(found.stash().devices) <= p
+            assert max(found.kept().devices) <= p
 
 
 RATES = [row for row in rows("zero-bubble-rates.csv") if DEEP or int(row["p"]) == 8]

@@ -76,7 +76,7 @@ def shown(devices: DeviceMesh | int, **options: Any) -> dict[str, Any]:
             "table": repr(pipe),
             "pictures": [each.draw()._repr_svg_() for each in (pipe.program, pipe.plan, measured)],
             "held": peaks(pipe),
-            "stashed": dict(sorted(pipe.stashed.items())),
+            "kept": dict(sorted(pipe.kept.items())),
             "measured": str(measured),
             "spans": [str(each) for each in measured.spans],
             "seconds": float(measured.makespan),
@@ -160,7 +160,7 @@ Found = tuple[list[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
 def test_every_rank_predicts_what_one_process_predicts(found: Found, kind: str) -> None:
     ranks, alone = found
     for rank in ranks:
-        for key in ("before", "held", "stashed"):
+        for key in ("before", "held", "kept"):
             assert rank[kind][key] == alone[kind][key], key
 
 

@@ -99,7 +99,7 @@ def test_streams_take_hardly_more_time_than_copies_that_wait_for_no_memory(name:
 
 def test_a_recomputed_micro_batch_counts_from_its_recompute_on() -> None:
     schedule = add_recompute(gpipe(2, 4), "always")
-    assert schedule.simulate().stash == (1, 1)
+    assert schedule.simulate().kept == (1, 1)
 
 
 def test_clipping_without_a_flush_makes_nobody_wait() -> None:

@@ -380,8 +380,8 @@ def test_the_table_tells_it_all() -> None:
     assert "2bw, simulated: 2 devices, 3 micro-batches, 8 steps" in text
     headings = [line.split() for line in text.splitlines() if line.startswith("device ")]
     assert headings == [
-        ["device", "stages", "busy", "warm-up", "waits", "for", "drain", "stash", "versions"],
-        ["device", "peak", "parameters", "versions", "gradients", "stash", "values"],
+        ["device", "stages", "busy", "warm-up", "waits", "for", "drain", "kept", "versions"],
+        ["device", "peak", "parameters", "versions", "gradients", "saved", "values"],
         ["device", "0", "holds", "the", "most", "at", "13,", "in:", "backward", "s0[0+]", "v0"],
     ]
     assert "\n     0  3.0        1.0 " in text and "predicted, in MiB" in text

@@ -92,7 +92,7 @@ def test_buckets_are_on_their_way_while_the_rest_of_a_backward_runs() -> None:
     assert waits(found) == [(0, 14, 17.2)]
     assert found.hidden == pytest.approx(1 - 3.2 / (2.8 + 4.2 + 3))
     assert found.costs[("B", 0)] == 6
-    assert found.stash == (2,)
+    assert found.kept == (2,)
     assert found.summed(0) == (40,) and found.summed(1) == (40,)
     once = schedule.simulate(takes, replicas=2, links=link, sizes=replace(room, buckets={}))
     assert once.summed(1) == found.summed(1)

@@ -219,8 +219,8 @@ def test_skips_travel_straight_to_their_consumer_and_their_gradients_straight_ba
     skip, size = Buffer("skip", "h", 0, 2, 0), Buffer("skip", "size", 0, 2, 0)
     back = Buffer("grad", "h", 2, 0, 0)
     first, middle, last = (moves(program, device) for device in range(3))
-    assert {ins.Send(skip), ins.Send(size), ins.Receive(back)} <= set(first)
-    assert {ins.Receive(skip), ins.Receive(size), ins.Send(back)} <= set(last)
+    assert {ins.Stash(skip), ins.Stash(size), ins.Receive(back)} <= set(first)
+    assert {ins.Pop(skip), ins.Pop(size), ins.Send(back)} <= set(last)
     assert not any(getattr(x, "buffer", None) in (skip, size, back) for x in middle)
     assert not any(x.buffer.value == "size" for x in last if isinstance(x, ins.Send))
 

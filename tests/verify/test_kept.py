@@ -49,25 +49,25 @@ def peaks(schedule: Schedule, begin: str, ends: str) -> tuple[Counter[int], Coun
 def test_the_stash_of_a_library_schedule_is_what_a_run_counts(name: str) -> None:
     for p, m in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 4), (5, 2), (3, 9)]:
         schedule = RECIPES[name](p, m)
-        stash = schedule.stash()
+        kept = schedule.kept()
         stages, devices = peaks(schedule, "F", "BW")
-        assert stash.stages == tuple(stages[s] for s in range(schedule.stages))
-        assert stash.devices == tuple(devices[d] for d in range(schedule.devices))
-        assert stash.deferred == tuple(
+        assert kept.stages == tuple(stages[s] for s in range(schedule.stages))
+        assert kept.devices == tuple(devices[d] for d in range(schedule.devices))
+        assert kept.deferred == tuple(
             peaks(schedule, "I", "W")[0][s] for s in range(schedule.stages)
         )
 
 
 def test_the_stash_is_that_of_the_papers() -> None:
     for p, m in SIZES:
-        assert gpipe(p, m).stash().stages == (m,) * p
-        assert one_f_one_b(p, m).stash().stages == tuple(min(p - s, m) for s in range(p))
-        assert one_f_one_b_async(p, m).stash().stages == tuple(p - s for s in range(p))
-        assert two_bw(p, m).stash().stages == tuple(p - s for s in range(p))
-        assert inference(p, m).stash().stages == (0,) * p
+        assert gpipe(p, m).kept().stages == (m,) * p
+        assert one_f_one_b(p, m).kept().stages == tuple(min(p - s, m) for s in range(p))
+        assert one_f_one_b_async(p, m).kept().stages == tuple(p - s for s in range(p))
+        assert two_bw(p, m).kept().stages == tuple(p - s for s in range(p))
+        assert inference(p, m).kept().stages == (0,) * p
         if m >= 2 * p:
-            assert max(zb_h1(p, m).stash().stages) == p
-            assert max(zb_h2(p, m).stash().stages) == 2 * p - 1
+            assert max(zb_h1(p, m).kept().stages) == p
+            assert max(zb_h2(p, m).kept().stages) == 2 * p - 1
 
 
 def test_a_recompute_keeps_inputs_until_it_runs() -> None:
@@ -75,26 +75,26 @@ def test_a_recompute_keeps_inputs_until_it_runs() -> None:
         "schedule mine stages=1 microbatches=3 delay=0\nplace 0\n"
         "0: F0 F1 R0 B0 F2 R1 B1 B2 U\n"  # the last one is kept whole
     )
-    stash = Schedule.parse(text).stash()
-    assert (stash.stages, stash.inputs) == ((2,), (2,))
+    kept = Schedule.parse(text).kept()
+    assert (kept.stages, kept.inputs) == ((2,), (2,))
 
 
 def test_a_recomputed_micro_batch_counts_from_its_recompute_on() -> None:
     schedule = add_recompute(gpipe(2, 4), "always")
-    assert (schedule.stash().stages, schedule.stash().inputs) == ((1, 1), (4, 4))
+    assert (schedule.kept().stages, schedule.kept().inputs) == ((1, 1), (4, 4))
 
 
 def test_a_device_keeps_what_its_stages_keep_together() -> None:
     schedule = gpipe.placed(round_robin(2))(2, 3)
-    assert schedule.stash().stages == (3, 3, 3, 3)
-    assert schedule.stash().devices == (6, 6)
+    assert schedule.kept().stages == (3, 3, 3, 3)
+    assert schedule.kept().devices == (6, 6)
 
 
 def test_what_earlier_batches_keep_counts() -> None:
-    assert two_bw(3, 2).stash().devices == (3, 2, 1)
+    assert two_bw(3, 2).kept().devices == (3, 2, 1)
 
 
 def test_the_stash_of_an_incomplete_schedule_is_refused() -> None:
     schedule = one_f_one_b(2, 2)
     with pytest.raises(VerificationError, match="has no backward"):
-        replace(schedule, rows=(schedule.rows[0][:1], schedule.rows[1])).stash()
+        replace(schedule, rows=(schedule.rows[0][:1], schedule.rows[1])).kept()
