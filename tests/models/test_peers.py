@@ -73,7 +73,7 @@ def test_a_skip_goes_straight_to_its_consumer_and_is_freed_right_after_its_use()
         pipe.prepare(torch.randn(8, 4), target=torch.randn(8, 4))
         printed = str(pipe.program)
     blocks = [block.splitlines()[1:] for block in re.split(r"^device ", printed, flags=re.M)[1:]]
-    skips = set(re.findall(r"recv +(skip:\S+:(\d)->(\d)\[\d\])", printed))
+    skips = set(re.findall(r"pop +(skip:\S+:(\d)->(\d)\[\d\])", printed))
     ways = {(source, target) for _, source, target in skips}
     assert ways == {("0", "4"), ("1", "3")}
     assert len(skips) == 4 * len(ways)
@@ -81,7 +81,7 @@ def test_a_skip_goes_straight_to_its_consumer_and_is_freed_right_after_its_use()
         holders = [at for at, lines in enumerate(blocks) if any(name in line for line in lines)]
         assert holders == sorted((int(source), int(target)))
         words = [line.split()[:2] for line in blocks[int(target)]]
-        own = words[words.index(["recv", name]) : words.index(["free", name])]
+        own = words[words.index(["pop", name]) : words.index(["free", name])]
         assert sum(word in ("forward", "backward") for word, _ in own) == 1
 
 
