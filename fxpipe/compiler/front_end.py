@@ -159,6 +159,8 @@ class FrontEnd:
                 if source.lacks_memory(error) or not stand_ins.found(error):
                     raise
             else:
+                if stand_ins.kept:
+                    raise TraceError("a number is kept by what the code writes")
                 if not stand_ins.found(all_read=traced.under_autograd):
                     return traced
                 del traced

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class Number:
         tensor: the number in the graph, of type float64 and without dimensions.
     """
 
-    __slots__ = ("_asked", "_name", "_of", "tensor", "value")
+    __slots__ = ("__weakref__", "_asked", "_made", "_name", "_of", "tensor", "value")
 
     def __init__(
         self,
@@ -68,14 +69,17 @@ class Number:
         of: Callable[[Values], float],
         name: str,
         asked: dict[str, Question],
+        made: list[ReferenceType[Number]],
     ) -> None:
         """Args:
         of: computes the number from all numbers that are inputs.
         name: the expression that it is of these.
         asked: expression → question; gets what is asked of the number.
+        made: gets a reference to the number, and to all that are computed from it.
         """
         self.value, self.tensor = value, tensor
-        self._of, self._name, self._asked = of, name, asked
+        self._of, self._name, self._asked, self._made = of, name, asked, made
+        made.append(ref(self))
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance(x, float)
@@ -105,7 +109,7 @@ class Number:
             return NotImplemented
         function, value, of, text = made
         tensor = function(*(x.tensor if type(x) is Number else x for x in operands))
-        return Number(value, tensor, of, text, self._asked)
+        return Number(value, tensor, of, text, self._asked, self._made)
 
     def _answered(self, name: str, *operands: Any) -> Any:
         """The answer to a comparison, which is asked again at each call."""

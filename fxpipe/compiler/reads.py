@@ -148,6 +148,7 @@ class StandIns:
         self._batch, self._read, self._asked, self._places = batch, read, asked, places
         self._found: set[int] = set()
         self._made: list[tuple[int, ReferenceType[Any]]] = []
+        self._numbers: list[ReferenceType[Number]] = []
 
     @property
     def numbers(self) -> bool:
@@ -177,6 +178,12 @@ class StandIns:
         self._found.clear()
         self._made.clear()
         return found
+
+    @property
+    def kept(self) -> bool:
+        """Whether something keeps a ``Number`` after the trace, such as an attribute that the code
+        has set. It would be no number there."""
+        return any(made() is not None for made in self._numbers)
 
     @property
     def _needed(self) -> bool:
@@ -278,7 +285,8 @@ class StandIns:
     def _number(self, index: int, tensor: Tensor) -> Number:
         """What stands for a number."""
         at = [*self._batch.numbers].index(index)
-        return Number(self._batch.numbers[index], tensor, itemgetter(at), f"v{at}", self._asked)
+        value, of = self._batch.numbers[index], itemgetter(at)
+        return Number(value, tensor, of, f"v{at}", self._asked, self._numbers)
 
 
 def _with_numbers(forward: Callable[..., Any]) -> Any:

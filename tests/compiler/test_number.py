@@ -22,7 +22,7 @@ COMPARES = ["lt", "le", "gt", "ge", "eq", "ne"]
 
 def _number(value: float, asked: dict[str, Question], at: int = 0) -> Any:
     tensor = torch.tensor(value, dtype=torch.float64)
-    return Number(value, tensor, itemgetter(at), f"v{at}", asked)
+    return Number(value, tensor, itemgetter(at), f"v{at}", asked, [])
 
 
 @given(st.sampled_from(COMPUTES), NUMBERS, NUMBERS, st.sampled_from(["left", "right", "both"]))

@@ -194,6 +194,32 @@ def test_a_number_that_is_a_size_is_a_constant_beside_others_that_are_inputs(
     assert _compiled(caplog) <= 4  # the first, beta, the length's try and its constant
 
 
+def test_no_object_of_the_user_keeps_what_stood_for_a_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kept: dict[str, Any] = {}
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.beta = nn.Linear(4, 3), 0.5
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept["twice"] = self.beta * 2
+            made: Tensor = self.last(x) * self.beta
+            return made
+
+    model = Keeps()
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    # without the comparison, in which the model runs with its own numbers
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        pipe._compiler.plans._compare = None
+        for step in range(4):
+            model.beta = 1 + step / 4
+            pipe.step(x, target=y)
+            assert type(kept["twice"]) is float
+
+
 def test_batches_in_flight_keep_the_numbers_of_their_own_step() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

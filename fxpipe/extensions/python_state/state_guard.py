@@ -103,7 +103,7 @@ class StateGuard(Guard):
     def fix(self, names: Collection[str]) -> None:
         self._constants.update(names)
         for name in names:
-            del self.numbers[name]
+            self.numbers.pop(name, None)
         if names:
             self._see(self._snapshot(self._reads))
 
