@@ -194,7 +194,8 @@ class Calls:
         known = self._compiler.known(micro, kind)
         if known is None and kind.purpose == "step" and self._compiler.decides(micro):
             with self._compiling():
-                count = self._compiler.decide(micro, updates=self._engine.updates)
+                plain = micro.batch.without_numbers().in_parts(len(micro), micro.replica)
+                count = self._compiler.decide(plain, updates=self._engine.updates)
             self._microbatches = count
             micro = micro.batch.in_parts(count, micro.replica)
             known = self._compiler.known(micro, kind)
@@ -204,12 +205,13 @@ class Calls:
             return known, micro
         with self._compiling():
             self._compiler.plans.proven |= self._engine.batches > 0
-            try:
-                compiled = self._compiler.compile(micro, kind)
-            except NumbersError:
-                batch = self._compiler.fixed(micro.batch)
-                micro = batch.in_parts(len(micro), micro.replica)
-                compiled = self._compiler.compile(micro, kind)
+            compiled = None
+            while compiled is None:
+                try:
+                    compiled = self._compiler.compile(micro, kind)
+                except NumbersError:  # fewer are inputs then
+                    batch = self._compiler.fixed(micro.batch)
+                    micro = batch.in_parts(len(micro), micro.replica)
         allocator.give_back()
         return compiled, micro
 

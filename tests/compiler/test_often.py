@@ -69,6 +69,45 @@ def test_steps_that_compile_again_and_again_are_warned_of_once(
     assert re.search(message, told.getMessage()), told.getMessage()
 
 
+class Anneals(nn.Module):
+    """Needs the value of a number, by its cosine, or takes it as the warning says."""
+
+    rate: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("rate", torch.tensor(0.0))
+
+    def forward(self, x: Tensor, share: Any = None) -> Tensor:
+        scale = torch.cos(self.rate) if share is None else torch.cos(share)
+        made: Tensor = self.layer(x) * scale
+        return made
+
+
+@pytest.mark.parametrize("way", ["a buffer that is written in place", "a tensor in the batch"])
+def test_what_the_warning_says_to_write_compiles_once(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "fxpipe")
+    model = Anneals()
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
+        for step in range(4):
+            if way == "a tensor in the batch":
+                made = pipe.step(x, torch.tensor(step / 3), target=y)
+            else:
+                model.rate.fill_(step / 3)
+                made = pipe.step(x, target=y)
+            scale = torch.cos(torch.tensor(step / 3))
+            expected = sum(
+                F.mse_loss(model.layer(part) * scale, wanted).detach() / 2
+                for part, wanted in zip(x.chunk(2), y.chunk(2), strict=True)
+            )
+            assert torch.equal(made, torch.as_tensor(expected))
+    assert sum("compiled Anneals" in r.getMessage() for r in caplog.records) == 1
+
+
 def test_the_first_two_compilations_of_ten_steps_are_told_to_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -277,3 +277,27 @@ def test_the_stages_are_where_the_fastest_step_has_them(
 def test_what_cannot_be_decided_on_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(fxpipe.InputError, match=words):
         pipe_of(layers(), **{"schedule": "auto", "memory_limits": 1e9, **options})
+
+
+class Windowed(nn.Module):
+    """Reads a number that is a size, which no graph can take, and one that any can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.width, self.beta = nn.Linear(4, 4), nn.Linear(4, 3), 1, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.last(self.first(x)[:, : self.width].sum(1, keepdim=True) * x)
+        return made * self.beta
+
+
+@pytest.mark.traces
+def test_a_schedule_is_chosen_anew_while_numbers_change() -> None:
+    torch.manual_seed(0)
+    model = Windowed()
+    with fxpipe.compile(model, ["cpu"] * 2, schedule="auto", loss=nn.functional.mse_loss) as pipe:
+        for step, size in enumerate((4, 8, 8, 16)):
+            model.width, model.beta = 1 + step % 3, 1 + step / 4
+            x, y = torch.randn(size, 4), torch.randn(size, 3)
+            loss = pipe.step(x, target=y)
+            assert torch.allclose(loss, nn.functional.mse_loss(model(x), y))
