@@ -215,9 +215,12 @@ class Pipeline(nn.Module):
     @property
     def schedule(self) -> Schedule:
         """The schedule of the last training step, with the times of its tasks where they were
-        measured: when the model was cut, or by the last ``profile``."""
-        schedule = self._calls.compiled().schedule
-        known = option("seconds")
+        measured: when the model was cut, or by the last ``profile``. Unless it says itself which
+        stages feed which, it has the plan's edges."""
+        compiled, known = self._calls.compiled(), option("seconds")
+        schedule, edges = compiled.schedule, compiled.plan.stage_edges
+        if schedule.edges is None and schedule.slices == 1:
+            schedule = replace(schedule, edges=edges)
         return replace(schedule, seconds=known(self) if known else {})
 
     @property

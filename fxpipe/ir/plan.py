@@ -17,6 +17,7 @@ from fxpipe.ir.value import HOST, Edge
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from fxpipe.ir.schedule import Edges
     from fxpipe.kernels.kernel import Kernel
 
 
@@ -202,6 +203,14 @@ class Plan:
     def edges_from(self, stage: int) -> tuple[Edge, ...]:
         """The edges that a stage writes, in the order of ``edges``."""
         return tuple(edge for edge in self.edges if edge.source == stage)
+
+    @property
+    def stage_edges(self) -> Edges | None:
+        """Which stages feed which, as a Schedule has them; None if each feeds the next."""
+        inner = (edge for edge in self.edges if HOST not in (edge.source, edge.target))
+        found = {(edge.source, edge.target) for edge in inner}
+        chained = all((stage, stage + 1) in found for stage in range(len(self.stages) - 1))
+        return None if chained else tuple(sorted(found))
 
     @property
     def buckets(self) -> tuple[tuple[tuple[int, ...], ...], ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from fxpipe.errors import InputError, near, told
 from fxpipe.extend import View, find, names, there
-from fxpipe.ir.schedule import Delay, Schedule, ordered_copies
+from fxpipe.ir.schedule import Delay, Edges, Schedule, ordered_copies
 from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
 
@@ -21,8 +21,8 @@ Rows = Callable[..., Iterable[Any]]
 """The function that an author writes: ``(device, devices, microbatches)`` → the device's tasks,
 perhaps with pairs of them.
 
-With a parameter ``stages`` it also gets the stages that the device holds, in order; with a
-parameter ``placement``, the device of every stage.
+With a parameter ``stages`` it also gets the stages that the device holds, in order; with
+``placement``, the device of every stage; with ``edges``, the recipe's, or None for a chain.
 """
 
 Placement = Callable[[int], tuple[int | tuple[int, ...], ...]]
@@ -30,6 +30,11 @@ Placement = Callable[[int], tuple[int | tuple[int, ...], ...]]
 
 DelayRule = Delay | Callable[[int, int], Delay]
 """A delay, or a function that gives it; see Recipe."""
+
+Pairs = Sequence[tuple[int, int]]
+
+EdgesRule = Pairs | Callable[[int, int], Pairs] | None
+"""Which stages feed which, or a function that gives it; see Recipe."""
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
 _MOST = 10_000_000
@@ -74,6 +79,8 @@ class Recipe:
         placement: the devices of the stages and of their copies.
         microbatches: the only number of micro-batches that it works for, or None for any.
         slices: the parts of each micro-batch's sequence, each with stages of its own; see Schedule.
+        edges: which stages feed which, see Schedule, or a function as for ``delay``; by default
+            each feeds the next.
     """
 
     name: str
@@ -82,6 +89,7 @@ class Recipe:
     placement: Placement = one_each
     microbatches: int | None = None
     slices: int = 1
+    edges: EdgesRule = None
 
     @without_collection()
     def __call__(self, devices: int, microbatches: int) -> Schedule:
@@ -108,14 +116,17 @@ class Recipe:
                 f"there are {len(places)} stages and microbatches is {microbatches}; a schedule is "
                 f"made for at most {_MOST} forwards"
             )
-        delay = self._delay(devices, microbatches)
+        counts = devices, microbatches
+        each = "one, such as 1, a tuple with one for each stage"
+        delay = self._given("delay", counts, _delay, "whole number", each)
+        edges = self._given("edges", counts, _edges, "pairs of stages", "some, as ((0, 2), (1, 2))")
         placement, copies = tuple(at[0] for at in places), tuple(at[1:] for at in places)
         extra = _parameters(self.tasks)[3:]
         rows: list[tuple[Task, ...]] = []
         paired: set[Task] = set()
         for device in range(devices):
             held = [stage for stage, at in enumerate(places) if device in at]
-            offered = {"stages": tuple(held), "placement": placement}
+            offered = {"stages": tuple(held), "placement": placement, "edges": edges}
             keywords = {name: offered[name] for name in extra if name in offered}
             tasks = self._tasks(device, devices, microbatches, keywords)
             row: list[Task] = []
@@ -133,6 +144,7 @@ class Recipe:
             copies,
             frozenset(paired),
             self.slices,
+            edges,
         )
 
     formulas = View()
@@ -179,16 +191,17 @@ class Recipe:
                 "their number, such as lambda devices: tuple(range(devices))"
             ) from error
 
-    def _delay(self, devices: int, microbatches: int) -> Delay:
-        """The delay as plain integers."""
+    def _given(
+        self, name: str, counts: tuple[int, int], plain: Callable[[Any], Any], what: str, cure: str
+    ) -> Any:
+        """What a field, or the function that it is, gives for these counts, in plain integers."""
+        rule = getattr(self, name)
         try:
-            given = self.delay(devices, microbatches) if callable(self.delay) else self.delay
-            return tuple(map(index, given)) if isinstance(given, Sequence) else index(given)
+            return plain(rule(*counts) if callable(rule) else rule)
         except Exception as error:
             raise InputError(
-                f"schedule {self.name!r}: its delay is {self.delay!r}, which gives no whole number "
-                f"({told(error)}); give one, a tuple with one for each stage, or a function of "
-                "the numbers of devices and micro-batches, such as lambda p, m: 1"
+                f"schedule {self.name!r}: {name}={rule!r} gives no {what} ({told(error)}); give "
+                f"{cure}, or a function of the numbers of devices and micro-batches that does"
             ) from error
 
     def _row(
@@ -257,7 +270,16 @@ def fixed(schedule: Schedule) -> Recipe:
         lambda devices: tuple(map(schedule.devices_of, range(schedule.stages))),
         schedule.microbatches,
         schedule.slices,
+        schedule.edges,
     )
+
+
+def _delay(given: Any) -> Delay:
+    return tuple(map(index, given)) if isinstance(given, Sequence) else index(given)
+
+
+def _edges(given: Any) -> Edges | None:
+    return None if given is None else tuple((index(a), index(b)) for a, b in given)
 
 
 def _parameters(function: Callable[..., object]) -> list[str]:
@@ -308,6 +330,7 @@ def schedule(
     delay: DelayRule = 0,
     placement: Placement = one_each,
     slices: int = 1,
+    edges: EdgesRule = None,
 ) -> Callable[[Rows], Recipe]:
     """Decorator: register a generator of tasks as the recipe ``name``.
 
@@ -321,6 +344,8 @@ def schedule(
             its own device and theirs.
         slices: the parts of each micro-batch's sequence; the placement then gives the stages of
             one slice after the other, such as ``round_robin(slices)``. See Schedule.
+        edges: which stages feed which, such as ((0, 2), (1, 2)), or a function as for ``delay``;
+            by default each feeds the next. See Schedule.
 
     Raises:
         InputError: the name is not a text.
@@ -332,7 +357,7 @@ def schedule(
         )
 
     def register(tasks: Rows) -> Recipe:
-        recipe = Recipe(name, tasks, delay, placement, slices=slices)
+        recipe = Recipe(name, tasks, delay, placement, slices=slices, edges=edges)
         RECIPES[name] = recipe
         return recipe
 

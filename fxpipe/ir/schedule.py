@@ -15,10 +15,13 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fxpipe.verify.schedule import KeptCounts
 
+
+Edges = tuple[tuple[int, int], ...]
+"""Pairs of stages; the first feeds the second."""
 
 Delay = int | tuple[int, ...]
 """A schedule's delay: a number for all stages, or one for each stage."""
@@ -46,6 +49,9 @@ class Schedule:
             each slice, all on one device: of ``stages / slices`` = S stages of the model, stage
             ``c * S + s`` is slice c of stage s. It comes after slice c of stage s − 1, and after
             slice c − 1 of stage s, whose keys and values it reads.
+        edges: which stages of the model feed which, as pairs, each with the lower stage first; None
+            for a chain, in which each feeds the next. Stages without a way from one to the other
+            are side by side, and do not wait for each other.
         seconds: letter and stage → the seconds of such a task, with which ``draw`` shows it; those
             that a pipe has measured in ``pipe.schedule``, elsewhere none. They do not count when
             schedules are compared.
@@ -59,6 +65,7 @@ class Schedule:
     copies: tuple[tuple[int, ...], ...] = ()
     paired: frozenset[Task] = frozenset()
     slices: int = 1
+    edges: Edges | None = None
     seconds: Mapping[tuple[str, int], float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +74,11 @@ class Schedule:
         _check_listed("copies", self.copies, "for each stage a tuple of its further devices", 2)
         object.__setattr__(self, "copies", ordered_copies(self.copies))
         object.__setattr__(self, "paired", frozenset(self.paired))
-        # Bring the delay into one form, so that equal schedules compare equal.
+        # Bring edges and delay into one form, so that equal schedules compare equal.
+        if self.edges is not None:
+            _check_listed("edges", self.edges, "pairs of stages, such as ((0, 1),)", 2, 2)
+            edges = tuple(sorted({(source, target) for source, target in self.edges}))
+            object.__setattr__(self, "edges", None if edges == self._chain else edges)
         if isinstance(self.delay, tuple) and len(self.delay) == self.stages == 1:
             object.__setattr__(self, "delay", self.delay[0])
 
@@ -78,6 +89,33 @@ class Schedule:
     @property
     def devices(self) -> int:
         return len(self.rows)
+
+    @property
+    def _chain(self) -> Edges:
+        return tuple((s, s + 1) for s in range(self.stages // max(self.slices, 1) - 1))
+
+    @cached_property
+    def beside(self) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
+        """Stage → the stages right before it, and → those right after it, in order: those that feed
+        it or that it feeds, and the same stage of the model in the slice before or after."""
+        row = max(self.stages // max(self.slices, 1), 1)
+        edges = self._chain if self.edges is None else self.edges
+        ends = [(s + a, s + b) for s in range(0, self.stages, row) for a, b in edges]
+        before: dict[int, list[int]] = {stage: [] for stage in range(self.stages)}
+        after: dict[int, list[int]] = {stage: [] for stage in before}
+        for source, target in sorted({*ends, *((s, s + row) for s in range(self.stages - row))}):
+            if source in after and target in before:  # the verifier reports the others
+                before[target].append(source)
+                after[source].append(target)
+        return before, after
+
+    @cached_property
+    def behind(self) -> Mapping[int, frozenset[int]]:
+        """Stage → all stages that come after it. Edges must run forward."""
+        found: dict[int, frozenset[int]] = {}
+        for stage, near in sorted(self.beside[1].items(), reverse=True):
+            found[stage] = frozenset(near).union(*(found[target] for target in near))
+        return found
 
     @cached_property
     def kinds(self) -> frozenset[str]:
@@ -197,10 +235,12 @@ class Schedule:
     grid = View()
 
 
-def _check_listed(name: str, value: Any, what: str, depth: int) -> None:
-    """Raise InputError unless a value is a tuple, or, with a depth of 2, a tuple of tuples."""
+def _check_listed(name: str, value: Any, what: str, depth: int, size: int = 0) -> None:
+    """Raise InputError unless a value is a tuple, or, with a depth of 2, a tuple of tuples, perhaps
+    all of one size."""
     inner = value if depth == 2 and isinstance(value, tuple | list) else ()
-    if not all(isinstance(item, tuple | list) for item in (value, *inner)):
+    listed = all(isinstance(item, tuple | list) for item in (value, *inner))
+    if not listed or (size and any(len(item) != size for item in inner)):
         raise InputError(f"{name} of a schedule is {value!r:.60}; give {what}")
 
 

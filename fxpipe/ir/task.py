@@ -55,10 +55,10 @@ class TaskKind:
         per_microbatch: False for a task that comes once a step and stage.
         follows: letters of the tasks that must come before it on its stage, for its micro-batch
             (for all micro-batches, if it comes once a step); missing tasks are ignored.
-        previous: letters of the tasks on the previous stage, for its micro-batch, one of which
-            makes its inputs.
-        next: letters of the tasks on the next stage, for its micro-batch, one of which makes its
-            inputs.
+        previous: letters of the tasks on each stage that feeds its own, for its micro-batch, one of
+            which makes its inputs.
+        next: letters of the tasks on each stage that its own feeds, for its micro-batch, one of
+            which makes its inputs.
         gathers: letters of the tasks on all stages, for all micro-batches, that come before it.
         cost: the time that it takes where nothing is measured; a forward takes 1.
         reads: for a user's own kind, which of READABLE it reads.

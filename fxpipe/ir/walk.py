@@ -212,7 +212,8 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
     }
     gathers = {k: [b for b in kind.gathers if b in kinds] for k, kind in KINDS.items()}
     every = range(schedule.microbatches)
-    row = schedule.stages // schedule.slices  # the stages of a slice
+    before_it, after_it = schedule.beside
+    beside = {-1: before_it, 0: {stage: (stage,) for stage in before_it}, 1: after_it}
     copies = schedule.working or ((),) * schedule.stages
     # stage → each of its devices, None for its own → the micro-batches that it computes
     parts: list[dict[int | None, Sequence[int]]] = [{None: every} for _ in copies]
@@ -231,7 +232,7 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
             return [
                 (before, i if per_microbatch else None, at)
                 for before, there, per_microbatch in near[letter]
-                for at in _beside(stage, there, row, schedule.slices)
+                for at in beside[there][stage]
             ]
         keys: list[Key] = [
             (before, j, stage)
@@ -248,15 +249,6 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
         return keys
 
     return needs
-
-
-def _beside(stage: int, there: int, row: int, slices: int) -> Sequence[int]:
-    """The stages ``there``, which is −1 or 1, of a stage, or 0 for itself: within its slice, and
-    the same stage of the model in the slice before or after."""
-    if slices == 1 or not there:
-        return (stage + there,)
-    within = (stage + there,) if (stage + there) // row == stage // row else ()
-    return (*within, stage + there * row)
 
 
 def turns_of(program: Program) -> tuple[Turn, ...]:

@@ -1,4 +1,4 @@
-"""Print and parse schedules: a header, a line of places, and a row for each device."""
+"""Print and parse schedules: a header, places, perhaps edges, and a row for each device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def print_schedule(schedule: Schedule) -> str:
         1: F0 B0 F1 B1 U
 
     See ``delay_text`` for delays that differ, and ``print_place`` for copies of stages. The header
-    may end with ``slices=2``.
+    may end with ``slices=2``. Where stages are no chain, a line such as ``edges 0->2 1->2`` behind
+    the places has the stages that feed others, ``edges -`` for none.
     """
     lines = [
         f"schedule {print_title(schedule.name)} stages={schedule.stages} "
@@ -42,6 +43,9 @@ def print_schedule(schedule: Schedule) -> str:
         + (f" slices={schedule.slices}" if schedule.slices > 1 else ""),
         print_place(schedule.placement, schedule.copies, schedule.devices),
     ]
+    if schedule.edges is not None:
+        each = " ".join(f"{first}->{second}" for first, second in schedule.edges)
+        lines.append(f"edges {each or _EMPTY}")
     for device in range(schedule.devices):
         held = schedule.held_by(device)
         only = held[0] if len(held) == 1 else None
@@ -73,9 +77,11 @@ def parse_schedule(text: str) -> Schedule:
         raise end.error("expected 'place' and the stages of each device, got the end of the text")
     places = parse_place(lines[1], stages)
     held = places.held
+    rest = lines[2:]
+    edges = _pairs(rest, "edges", "->")
     rows: dict[int, tuple[Task, ...]] = {}
     paired: set[Task] = set()
-    for line in lines[2:]:
+    for line in rest:
         start = line.at
         device = line.integer("a row such as 0: F0 B0 U, which starts with its device")
         if device >= len(held):
@@ -99,7 +105,23 @@ def parse_schedule(text: str) -> Schedule:
         places.copies,
         frozenset(paired),
         slices,
+        edges,
     )
+
+
+def _pairs(lines: list[Line], word: str, mark: str) -> tuple[tuple[int, int], ...] | None:
+    """Read a line such as ``edges 0->2 1->2``, if it comes next. Numbers may be out of range."""
+    if not lines or not lines[0].starts(word):
+        return None
+    line, pairs, example = lines.pop(0), list[tuple[int, int]](), f"such as {word} 1{mark}2"
+    line.literal(word)
+    line.gap(f"pairs, {example}")
+    while not (line.ended() or (not pairs and line.skip(_EMPTY))):
+        first = line.integer(f"a number of a pair, {example}, or '-' for none")
+        line.literal(mark)
+        pairs.append((first, line.integer(f"the second number of a pair, {example}")))
+    line.end()
+    return tuple(pairs)
 
 
 def _delay(line: Line, first: int, stages: int) -> Delay:

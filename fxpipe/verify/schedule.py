@@ -104,9 +104,9 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
                 yield Fault(what, cure, device, position, repr(task))
                 return
     counts = schedule.microbatches, *schedule.placement, *schedule.delays
-    for number in chain(counts, *schedule.copies):
+    for number in chain(counts, *schedule.copies, *(schedule.edges or ())):
         if not isinstance(number, Integral):
-            what = f"a count, a device or a delay is {number!r}"
+            what = f"a count, a stage, a device or a delay is {number!r}"
             yield Fault(what, "give whole numbers")
             return
     held = sum(map(len, schedule.rows))
@@ -132,6 +132,11 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
         )
     elif slices > 1 and schedule.copies:
         yield Fault("it has slices and copies of stages", "leave one of them out")
+    count = schedule.stages // max(slices, 1) if isinstance(slices, Integral) else 0
+    for edge in schedule.edges or ():
+        if not 0 <= edge[0] < edge[1] < count:
+            cure = f"give pairs of its stages 0 to {count - 1}, the one that feeds the other first"
+            yield Fault(f"its edges have {edge}", cure)
     if min(schedule.delays, default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
     if schedule.copies:

@@ -13,6 +13,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, BUILT_IN, Task
+from fxpipe.ir.value import HOST
 from fxpipe.torchtools.state import without_collection
 
 
@@ -69,8 +70,9 @@ class Lower:
         """Lower a verified schedule.
 
         Raises:
-            InputError: the numbers of stages differ; it does not sum the gradients of replicas or
-                copies; or a task needs summed gradients, of which each replica has only a part.
+            InputError: the numbers of stages differ; its edges leave a stage side by side with one
+                that it sends a value; it does not sum the gradients of replicas or copies; or a
+                task needs summed gradients, of which each replica has only a part.
         """
         _check(schedule, self.plan, self.replicas)
         edges = self.plan.edges
@@ -137,6 +139,14 @@ def _check(schedule: Schedule, plan: Plan, replicas: int) -> None:
             f"{len(plan.stages)}; cut the model into {schedule.stages} stages or make "
             f"the schedule for {len(plan.stages)}"
         )
+    for edge in plan.edges if schedule.edges is not None else ():
+        if HOST not in (edge.source, edge.target):
+            if edge.target not in schedule.behind[edge.source]:
+                raise InputError(
+                    f"stage {edge.source} sends {edge.value} to stage {edge.target}, and the edges "
+                    f"of schedule {schedule.name!r} let neither wait for the other; add "
+                    f"({edge.source}, {edge.target}) to them, or cut the model elsewhere"
+                )
     copied = any(schedule.working)
     if (replicas > 1 or copied) and schedule.trains and "A" not in schedule.kinds:
         who = "copies of a stage" if copied else f"{replicas} replicas"

@@ -43,14 +43,27 @@ def chain(stages: int) -> Plan:
     return plan_of(stages, *edges)
 
 
+def along(schedule: Schedule) -> Plan:
+    """Stages of which each hands one value to those that it feeds, by the schedule's edges."""
+    pairs = schedule.edges or ()
+    edges = [Edge(source, target, f"y{source}", gradient=True) for source, target in pairs]
+    for stage in range(schedule.stages):
+        if all(target != stage for _, target in pairs):
+            edges.append(Edge(HOST, stage, "x"))
+        if all(source != stage for source, _ in pairs):
+            edges.append(Edge(stage, HOST, f"y{stage}", gradient=True))
+    return plan_of(schedule.stages, *edges)
+
+
 def chain_program(
     schedule: Schedule,
     *,
     replicas: int = 1,
     buckets: Mapping[int, Sequence[tuple[int, ...]]] | None = None,
 ) -> Program:
-    """A schedule lowered over a chain; several replicas sum their gradients, in these buckets."""
-    plan = chain(schedule.stages)
+    """A schedule lowered over a chain, or over its edges; several replicas sum their gradients, in
+    these buckets."""
+    plan = chain(schedule.stages) if schedule.edges is None else along(schedule)
     if buckets is not None:
         parted = [replace(s, buckets=tuple(buckets.get(s.index, ()))) for s in plan.stages]
         plan = replace(plan, stages=tuple(parted))

@@ -202,7 +202,7 @@ def test_a_placement_that_gives_no_devices_is_refused_by_name(placement: Any) ->
     "delay", ["1", None, 0.0, (0.0, 1), [None], lambda p, m: 0.5, lambda p, m: p / 0]
 )
 def test_a_delay_that_is_no_number_is_refused_by_name(delay: Any) -> None:
-    with pytest.raises(InputError, match=r"'gpipe': its delay is .*, which gives no whole number"):
+    with pytest.raises(InputError, match=r"'gpipe': delay=.* gives no whole number"):
         gpipe.delayed(delay)(2, 1)
 
 

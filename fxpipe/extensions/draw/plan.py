@@ -51,9 +51,10 @@ def draw_plan(plan: Plan) -> Picture:
             margin="0.1,0.05",
             **(_RED if f"stage {stage.index}" in wrong else {}),
         )
-    for before, after in pairwise(plan.stages):
-        # Keeps the stages below each other even where no value goes from one to the next.
-        picture.edge(f"stage{before.index}", f"stage{after.index}", style="invis", weight="20")
+    near = {(edge.source, edge.target) for edge in plan.edges}
+    for before, after in pairwise(stage.index for stage in plan.stages):
+        if (before, after) in near:  # others are side by side
+            picture.edge(f"stage{before}", f"stage{after}", style="invis", weight="20")
     ways: dict[tuple[str, str, bool], list[Edge]] = {}
     numbers = {value: n for n, value in enumerate(dict.fromkeys(e.value for e in plan.edges))}
     for edge in plan.edges:

@@ -15,8 +15,8 @@ from numbers import Real
 from typing import Any
 
 from fxpipe.errors import InputError
-from fxpipe.ir.recipe import RECIPES, Placement, Recipe, one_each
-from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.recipe import RECIPES, EdgesRule, Placement, Recipe, one_each
+from fxpipe.ir.schedule import Edges, Schedule
 from fxpipe.ir.task import KINDS, Task, U
 from fxpipe.ir.walk import needs_of
 
@@ -36,6 +36,7 @@ def list_schedule(
     placement: Placement = one_each,
     limit: Limit = None,
     costs: Mapping[Any, float] | None = None,
+    edges: EdgesRule = None,
 ) -> Callable[[Urgency], Recipe]:
     """Decorator: register a schedule that is made by list scheduling as the recipe ``name``.
 
@@ -52,6 +53,7 @@ def list_schedule(
         limit: how many micro-batches a device keeps at most, each counted on every stage from its
             forward to the end of its backward or weight gradient.
         costs: kind, or kind and stage → the time to reckon with; by default the default times.
+        edges: which stages feed which, by default each the next; see ``fxpipe.schedule``.
 
     Raises:
         InputError: ``kinds`` has no forward, or a letter that is no kind of task of a micro-batch;
@@ -83,15 +85,16 @@ def list_schedule(
             *,
             stages: tuple[int, ...],
             placement: tuple[int, ...],
+            edges: Edges | None,
         ) -> Iterator[Task]:
             if any(placement[stage] != device for stage in stages):
                 raise InputError(f"schedule {name!r}: list scheduling takes no copies of stages")
-            yield from rows(devices, microbatches, placement)[device]
+            yield from rows(devices, microbatches, placement, edges)[device]
             if kinds != "F":
                 yield from map(U, stages)
 
         tasks.__doc__ = urgency.__doc__
-        RECIPES[name] = recipe = Recipe(name, tasks, placement=placement)
+        RECIPES[name] = recipe = Recipe(name, tasks, placement=placement, edges=edges)
         return recipe
 
     return register
@@ -106,11 +109,12 @@ def _rows(
     devices: int,
     microbatches: int,
     placement: tuple[int, ...],
+    edges: Edges | None,
 ) -> list[list[Task]]:
     """Device → its tasks in the order in which they start, without updates."""
     costs = {**{kind: KINDS[kind].cost for kind in kinds}, **(costs or {})}
     frees = "W" if "W" in kinds else "B"
-    waits, then = _dependencies(kinds, microbatches, placement)
+    waits, then = _dependencies(kinds, microbatches, placement, edges)
     home = {task: placement[task.stage or 0] for task in waits}
     entries = {
         task: (urgency(task, devices), task.stage, task.microbatch, task.kind, task)
@@ -173,14 +177,14 @@ def _rows(
 
 
 def _dependencies(
-    kinds: str, microbatches: int, placement: tuple[int, ...]
+    kinds: str, microbatches: int, placement: tuple[int, ...], edges: Edges | None
 ) -> tuple[dict[Task, int], dict[Task, list[Task]]]:
     """Each task → how many others it waits for, and each task → those that wait for it."""
     keys = [*product(kinds, range(microbatches), range(len(placement)))]
     tasks = [Task(*key) for key in keys]
     then: dict[Task, list[Task]] = {task: [] for task in tasks}
     waits = dict.fromkeys(tasks, 0)
-    needs = needs_of(Schedule("", microbatches, placement, (tuple(tasks),)))
+    needs = needs_of(Schedule("", microbatches, placement, (tuple(tasks),), edges=edges))
     for task, key in zip(tasks, keys, strict=True):
         for need in (Task(*needed) for needed in needs(key)):
             if need in then:

@@ -13,6 +13,7 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.simulator.costs import Times
 from fxpipe.extensions.tables import time_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
+from fxpipe.ir.schedule import Edges
 from fxpipe.passes.schedule import Recompute
 from fxpipe.schedules import library
 
@@ -103,21 +104,29 @@ def library_over(devices: int, place: Placement = one_each) -> list[Recipe]:
     return recipes
 
 
-def least_seconds(times: Times, recipe: Recipe, microbatches: int, devices: int) -> float:
+def least_seconds(
+    times: Times, recipe: Recipe, microbatches: int, devices: int, edges: Edges | None = None
+) -> float:
     """A lower bound on the time of a step: each device has to do its work. With a flush it also
-    waits for its first micro-batch to arrive, and its last backward has to return to stage 0."""
-    schedule = recipe(devices, microbatches)
+    waits for its first micro-batch to arrive, and its last backward has to return to stage 0. The
+    stages feed each other by ``edges``, see Schedule."""
+    schedule = replace(recipe(devices, microbatches), edges=edges)
     halves, flush = "I" in schedule.kinds, not schedule.overlaps
     work, weights = [0.0] * devices, [0.0] * devices
-    # device → the time of a micro-batch from stage 0 to its first stage, and of the way back
+    # device → the time of a micro-batch up to the first of its stages, and of the way back; stage →
+    # the same up to its end
     ways: dict[int, tuple[float, float]] = {}
-    down, up = 0.0, 0.0
+    ends: dict[int, tuple[float, float]] = {}
     for s, home in enumerate(schedule.placement):
+        before = [ends[source] for source in schedule.beside[0][s]]
+        down = max((there for there, _ in before), default=0.0)
+        up = max((back for _, back in before), default=0.0)
         forward, backward = times["F", s], times["I" if halves else "B", s]
         work[home] += microbatches * (forward + backward)
         weights[home] += microbatches * times["W", s] if halves else 0.0
-        ways.setdefault(home, (down, up))
-        down, up = down + forward, up + backward
+        there, back = ways.get(home, (down, up))
+        ways[home] = min(there, down), min(back, up)
+        ends[s] = down + forward, up + backward
     return max(
         work[home] + max(weights[home] + flush * there, flush * (there + back))
         for home, (there, back) in ways.items()

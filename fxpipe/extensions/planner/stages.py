@@ -177,7 +177,8 @@ class Stages:
         """A lower bound for the seconds of a step."""
         if self._serial(count):  # one thread does the work of all devices
             return self._unhindered(count)
-        return least_seconds(self._known(self.samples(count)), recipe, count, self._devices)
+        known, edges = self._known(self.samples(count)), self._compiled.plan.stage_edges
+        return least_seconds(known, recipe, count, self._devices, edges)
 
     def _at(self, samples: int) -> Compiled:
         """The same step for micro-batches of another size, with a plan that is made for zeros, not

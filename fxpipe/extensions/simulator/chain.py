@@ -1,4 +1,4 @@
-"""Lower a schedule without a model: over a chain of stages that each hand one value to the next."""
+"""Lower a schedule without a model: over stages that hand one value to each that they feed."""
 
 from __future__ import annotations
 
@@ -19,22 +19,31 @@ from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 
 
-def chain(
-    stages: int, buckets: Mapping[int, Sequence[tuple[int, ...]]] | None = None, slices: int = 1
+def plan_for(
+    schedule: Schedule, buckets: Mapping[int, Sequence[tuple[int, ...]]] | None = None
 ) -> Plan:
-    """A plan of empty stages in a row: ``x`` → ``y0`` → ``y1`` → … → ``loss``.
+    """A plan of empty stages for a schedule: in a chain ``x`` → ``y0`` → ``y1`` → … → ``loss``.
 
-    With slices, of which each has a row of its own, the rows end in the last stage.
+    Stages that none feeds read ``x``; those that feed none go to the caller. With slices, of which
+    each has a row of its own, the rows end in those of the last slice.
     """
-    row, last = stages // slices, stages - 1
-    edges = tuple(Edge(HOST, stage, "x") for stage in range(0, stages, row))
-    edges += tuple(
-        Edge(s, s + 1 if (s + 1) % row else last, f"y{s}", gradient=True) for s in range(last)
-    )
-    edges += (Edge(last, HOST, "loss", gradient=True),)
+    row, last = schedule.stages // schedule.slices, schedule.stages - 1
+    edges: list[Edge] = []
+    for stage in range(schedule.stages):
+        first = stage - stage % row
+        if not any(source >= first for source in schedule.beside[0][stage]):
+            edges.append(Edge(HOST, stage, "x"))
+        near = [target for target in schedule.beside[1][stage] if target < first + row]
+        if not near:
+            near = [last - row + 1 + stage % row if stage <= last - row else HOST]
+        value = "loss" if stage == last else f"y{stage}"
+        edges += [Edge(stage, target, value, gradient=True) for target in near]
     buckets, graph = buckets or {}, _empty()
-    empty = [Stage(s, (), (), (), graph, buckets=tuple(buckets.get(s, ()))) for s in range(stages)]
-    return Plan(tuple(empty), edges)
+    empty = [
+        Stage(s, (), (), (), graph, buckets=tuple(buckets.get(s, ())))
+        for s in range(schedule.stages)
+    ]
+    return Plan(tuple(empty), tuple(edges))
 
 
 @cache
@@ -51,7 +60,7 @@ def chain_program(
     replicas: int | None = None,
     buckets: Mapping[int, Sequence[tuple[int, ...]]] | None = None,
 ) -> Program:
-    """Lower a verified schedule over a chain of stages.
+    """Lower a verified schedule over empty stages.
 
     By default there are two ``replicas`` if it sums gradients, else one. ``buckets`` has those of
     the stages' gradients. If gradients are summed, each stage and copy without an A gets one.
@@ -61,8 +70,7 @@ def chain_program(
     summed = schedule.trains and (replicas > 1 or any(schedule.working))
     if summed and "A" not in schedule.kinds:
         schedule = find("option", "add_reduce", "summing over replicas")(schedule)
-    plan = chain(schedule.stages, buckets, schedule.slices)
-    lower = Lower(plan, updates="U" in schedule.kinds, replicas=replicas)
+    lower = Lower(plan_for(schedule, buckets), updates="U" in schedule.kinds, replicas=replicas)
     program = communicate(lower(schedule))
     if schedule.paired:
         program = start_together(program, pairs_in(schedule))

@@ -1,4 +1,4 @@
-"""Simulate a program, or a schedule without a model as a chain of stages."""
+"""Simulate a program, or a schedule without a model."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def simulate_schedule(
     steps: int | None = None,
     replicas: int | None = None,
 ) -> Simulation:
-    """Simulate a schedule for stages that each hand one value to the next.
+    """Simulate a schedule for stages that each hand one value to those that they feed.
 
     The arguments are those of ``simulate``; in ``sizes``, stage s makes the value ``y<s>``. With
     several ``replicas``, each stage gets an A if the schedule has none; with one, an A does

@@ -12,11 +12,12 @@ import pytest
 from fxpipe.errors import InputError
 from fxpipe.extensions.draw.canvas import ArrowStyle, BoxStyle, Canvas
 from fxpipe.extensions.draw.picture import FORMATS, Picture, blank, lay_out
-from fxpipe.extensions.simulator.chain import chain, chain_program
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.schedules import gpipe
+from tests.helpers.plans import chain
 
 MAGIC = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF", "jpeg": b"\xff\xd8", "gif": b"GIF8"}
 

@@ -58,6 +58,14 @@ def test_stages_and_values_of_a_chain_are_all_there() -> None:
     assert shown.count("input") == shown.count("output") == 1
 
 
+def test_stages_side_by_side_are_drawn_beside_each_other() -> None:
+    edges = [Edge(source, target, f"y{source}") for source, target in ((0, 1), (1, 3), (2, 3))]
+    drawn = svg(draw_plan(plan_of(4, *edges)))
+    heights = {stage: y for y, stage in re.findall(r' y="([^"]*)"[^>]*>stage (\d)</text>', drawn)}
+    assert heights["1"] == heights["2"]
+    assert float(heights["0"]) < float(heights["1"]) < float(heights["3"])
+
+
 def test_skips_are_dashed_and_say_that_they_go_past_stages() -> None:
     picture = draw_plan(skipping(4))
     skip = arrow(picture, "stage0", "stage3")

@@ -170,3 +170,12 @@ def test_rules_that_make_no_schedule_are_refused(
 def test_copies_are_refused() -> None:
     with pytest.raises(InputError, match="no copies"):
         listed("FB", placement=lambda devices: ((0, 1), (1, 0)))(2, 2)
+
+
+def test_stages_side_by_side_start_at_once() -> None:
+    recipe = listed("FB", "BF", edges=((0, 1), (1, 3), (2, 3)))
+    schedule = recipe(4, 4).verify()
+    assert schedule.edges == ((0, 1), (1, 3), (2, 3))
+    # the third stage does not wait for the first two; the fourth never pauses from then on
+    costs = {"F": 1, "B": 2, "U": 0}
+    assert schedule.simulate(costs).makespan == 2 + 4 * 3 + 2 * 2

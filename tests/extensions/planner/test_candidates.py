@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -93,6 +94,17 @@ def test_no_step_takes_less_than_the_closed_form() -> None:
             time = made.steady.period if made.window.depth else made.makespan
             times = times_of(4, "FBIWRU", costs)
             assert least_seconds(times, recipe, 8, 4) <= time * (1 + 1e-9)
+
+
+def test_no_step_takes_less_than_the_closed_form_where_stages_are_side_by_side() -> None:
+    edges = (0, 1), (1, 3), (2, 3)
+    costs: dict[Key, float] = {("F", 1): 3.0, "F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "U": 0.0}
+    times = times_of(4, "FBIWRU", costs)
+    for recipe in library_over(4):
+        made = simulate_schedule(replace(recipe(4, 8), edges=edges), costs)
+        bound = least_seconds(times, recipe, 8, 4, edges)
+        assert bound <= made.makespan * (1 + 1e-9)
+        assert bound <= least_seconds(times, recipe, 8, 4)
 
 
 def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fxpipe.extensions.simulator import Sizes
-from fxpipe.extensions.simulator.chain import chain, chain_program
+from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.pipe import predict_step
 from fxpipe.extensions.simulator.unroll import blocking
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir.recipe import find_recipe
 from tests.extensions.streams.test_streams import plain
+from tests.helpers.plans import chain
 from tests.oracles.stream_times import timed
 
 pytestmark = pytest.mark.models
