@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from numbers import Integral
 from operator import index
@@ -31,10 +32,11 @@ Placement = Callable[[int], tuple[int | tuple[int, ...], ...]]
 DelayRule = Delay | Callable[[int, int], Delay]
 """A delay, or a function that gives it; see Recipe."""
 
-Pairs = Sequence[tuple[int, int]]
-
-EdgesRule = Pairs | Callable[[int, int], Pairs] | None
+EdgesRule = Sequence[tuple[int, int]] | Callable[[int, int], Sequence[tuple[int, int]]] | None
 """Which stages feed which, or a function that gives it; see Recipe."""
+
+Frozen = Collection[int | tuple[int, int]]
+"""Stages, or pairs of a micro-batch and a stage."""
 
 _TASKS_PER_STAGE_AND_MICROBATCH = 16
 _MOST = 10_000_000
@@ -81,6 +83,8 @@ class Recipe:
         slices: the parts of each micro-batch's sequence, each with stages of its own; see Schedule.
         edges: which stages feed which, see Schedule, or a function as for ``delay``; by default
             each feeds the next.
+        frozen: stages, or pairs of a micro-batch and a stage, whose weight gradients are left out,
+            or a function as for ``delay``. Of their tasks, a B becomes an I, and W is dropped.
     """
 
     name: str
@@ -90,6 +94,7 @@ class Recipe:
     microbatches: int | None = None
     slices: int = 1
     edges: EdgesRule = None
+    frozen: Frozen | Callable[[int, int], Frozen] = ()
 
     @without_collection()
     def __call__(self, devices: int, microbatches: int) -> Schedule:
@@ -120,6 +125,8 @@ class Recipe:
         each = "one, such as 1, a tuple with one for each stage"
         delay = self._given("delay", counts, _delay, "whole number", each)
         edges = self._given("edges", counts, _edges, "pairs of stages", "some, as ((0, 2), (1, 2))")
+        each = "some, as [0], pairs of a micro-batch and a stage, as [(1, 0)]"
+        frozen = self._given("frozen", counts, partial(_frozen, microbatches), "stages", each)
         placement, copies = tuple(at[0] for at in places), tuple(at[1:] for at in places)
         extra = _parameters(self.tasks)[3:]
         rows: list[tuple[Task, ...]] = []
@@ -131,6 +138,9 @@ class Recipe:
             tasks = self._tasks(device, devices, microbatches, keywords)
             row: list[Task] = []
             for task, second in self._row(device, microbatches, held, tasks):
+                if task.kind in "BW" and (task.microbatch, task.stage) in frozen:
+                    row += [replace(task, kind="I")] if task.kind == "B" else []
+                    continue
                 row.append(task)
                 if second:
                     paired.add(task)
@@ -145,6 +155,7 @@ class Recipe:
             frozenset(paired),
             self.slices,
             edges,
+            frozen,
         )
 
     formulas = View()
@@ -271,6 +282,7 @@ def fixed(schedule: Schedule) -> Recipe:
         schedule.microbatches,
         schedule.slices,
         schedule.edges,
+        schedule.frozen,
     )
 
 
@@ -280,6 +292,12 @@ def _delay(given: Any) -> Delay:
 
 def _edges(given: Any) -> Edges | None:
     return None if given is None else tuple((index(a), index(b)) for a, b in given)
+
+
+def _frozen(microbatches: int, given: Any) -> frozenset[tuple[int, int]]:
+    every = ((i, each) for each in given for i in range(microbatches))
+    pairs = (each if isinstance(each, tuple) else (i, each) for i, each in every)
+    return frozenset((index(i), index(stage)) for i, stage in pairs)
 
 
 def _parameters(function: Callable[..., object]) -> list[str]:

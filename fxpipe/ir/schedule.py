@@ -52,6 +52,8 @@ class Schedule:
         edges: which stages of the model feed which, as pairs, each with the lower stage first; None
             for a chain, in which each feeds the next. Stages without a way from one to the other
             are side by side, and do not wait for each other.
+        frozen: micro-batches and stages, as pairs, whose weight gradients are left out: their
+            backward is an I without a W, which adds nothing to the stage's gradients.
         seconds: letter and stage → the seconds of such a task, with which ``draw`` shows it; those
             that a pipe has measured in ``pipe.schedule``, elsewhere none. They do not count when
             schedules are compared.
@@ -66,6 +68,7 @@ class Schedule:
     paired: frozenset[Task] = frozenset()
     slices: int = 1
     edges: Edges | None = None
+    frozen: frozenset[tuple[int, int]] = frozenset()
     seconds: Mapping[tuple[str, int], float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +77,9 @@ class Schedule:
         _check_listed("copies", self.copies, "for each stage a tuple of its further devices", 2)
         object.__setattr__(self, "copies", ordered_copies(self.copies))
         object.__setattr__(self, "paired", frozenset(self.paired))
+        frozen = tuple(self.frozen) if isinstance(self.frozen, set | frozenset) else self.frozen
+        _check_listed("frozen", frozen, "pairs of a micro-batch and a stage", 2, 2)
+        object.__setattr__(self, "frozen", frozenset((i, stage) for i, stage in frozen))
         # Bring edges and delay into one form, so that equal schedules compare equal.
         if self.edges is not None:
             _check_listed("edges", self.edges, "pairs of stages, such as ((0, 1),)", 2, 2)

@@ -89,8 +89,8 @@ KINDS: dict[str, TaskKind] = {
         TaskKind("R", "recompute", follows="FP", cost=1.0),
         TaskKind("O", "offload", follows="F", cost=1.0),
         TaskKind("P", "prefetch", follows="O", cost=1.0),
-        TaskKind("A", "reduce", per_microbatch=False, follows="BW", cost=0.1),
-        TaskKind("C", "clip", per_microbatch=False, gathers="BWA", cost=0.1),
+        TaskKind("A", "reduce", per_microbatch=False, follows="BIW", cost=0.1),
+        TaskKind("C", "clip", per_microbatch=False, gathers="BIWA", cost=0.1),
         TaskKind("U", "update", per_microbatch=False, follows="FBIWRAC", cost=0.5),
     )
 }

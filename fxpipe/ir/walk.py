@@ -241,10 +241,11 @@ def needs_of(schedule: Schedule) -> Callable[[Key], list[Key]]:
         ]
         # gradients are added in order, so on each device the last micro-batch stands for all
         keys += [
-            (before, max(indices, default=0) if KINDS[before].per_microbatch else device, s)
+            (before, max(added, default=0) if KINDS[before].per_microbatch else device, s)
             for before in gathers[letter]
             for s, devices in enumerate(parts)
             for device, indices in devices.items()
+            for added in [[i for i in indices if before == "I" or (i, s) not in schedule.frozen]]
         ]
         return keys
 

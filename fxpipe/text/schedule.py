@@ -1,4 +1,4 @@
-"""Print and parse schedules: a header, places, perhaps edges, and a row for each device."""
+"""Print and parse schedules: a header, places, edges, what is frozen, and a row for each device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def print_schedule(schedule: Schedule) -> str:
 
     See ``delay_text`` for delays that differ, and ``print_place`` for copies of stages. The header
     may end with ``slices=2``. Where stages are no chain, a line such as ``edges 0->2 1->2`` behind
-    the places has the stages that feed others, ``edges -`` for none.
+    the places has the stages that feed others, ``edges -`` for none. ``frozen 1@0`` leaves out the
+    weight gradient of micro-batch 1 on stage 0.
     """
     lines = [
         f"schedule {print_title(schedule.name)} stages={schedule.stages} "
@@ -43,9 +44,11 @@ def print_schedule(schedule: Schedule) -> str:
         + (f" slices={schedule.slices}" if schedule.slices > 1 else ""),
         print_place(schedule.placement, schedule.copies, schedule.devices),
     ]
-    if schedule.edges is not None:
-        each = " ".join(f"{first}->{second}" for first, second in schedule.edges)
-        lines.append(f"edges {each or _EMPTY}")
+    frozen = sorted(schedule.frozen) or None
+    for word, mark, pairs in ("edges", "->", schedule.edges), ("frozen", "@", frozen):
+        if pairs is not None:
+            each = " ".join(f"{first}{mark}{second}" for first, second in pairs)
+            lines.append(f"{word} {each or _EMPTY}")
     for device in range(schedule.devices):
         held = schedule.held_by(device)
         only = held[0] if len(held) == 1 else None
@@ -78,7 +81,7 @@ def parse_schedule(text: str) -> Schedule:
     places = parse_place(lines[1], stages)
     held = places.held
     rest = lines[2:]
-    edges = _pairs(rest, "edges", "->")
+    edges, frozen = _pairs(rest, "edges", "->"), _pairs(rest, "frozen", "@")
     rows: dict[int, tuple[Task, ...]] = {}
     paired: set[Task] = set()
     for line in rest:
@@ -106,6 +109,7 @@ def parse_schedule(text: str) -> Schedule:
         frozenset(paired),
         slices,
         edges,
+        frozenset(frozen or ()),
     )
 
 

@@ -160,6 +160,11 @@ def window_of(program: Program) -> Window:
             program.placement,
             tuple(rows),
             copies=program.copies,
+            frozen=frozenset(
+                (x.microbatch, x.stage)
+                for x in chain(*program.lists)
+                if isinstance(x, ins.InputGrad) and x.frozen
+            ),
         ),
         {**KINDS, **standing},
         positions,

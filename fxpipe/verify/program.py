@@ -140,7 +140,7 @@ def _needs_of(window: Window) -> Callable[[Key], list[Key]]:
                 return needs(("A", None, stage))
             case "norm":
                 every = range(window.schedule.microbatches)
-                return [*((k, i, stage) for k in "BW" for i in every), *gathers]
+                return [*((k, i, stage) for k in "BIW" for i in every), *gathers]
             case "C":
                 return [norm]
             case "U":

@@ -31,7 +31,7 @@ class KeptCounts:
 
     A micro-batch counts on a stage from the start of its forward, or, if it has one, of its
     recompute, to the end of its backward, or, if that is halved, of its weight gradient, as the
-    papers count.
+    papers count; of its input gradient where weight gradients are frozen.
 
     Attributes:
         stages: stage → the micro-batches that it keeps.
@@ -137,6 +137,11 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
         if not 0 <= edge[0] < edge[1] < count:
             cure = f"give pairs of its stages 0 to {count - 1}, the one that feeds the other first"
             yield Fault(f"its edges have {edge}", cure)
+    every = range(schedule.microbatches), range(schedule.stages)
+    for pair in schedule.frozen:
+        if pair[0] not in every[0] or pair[1] not in every[1]:
+            what, cure = f"{pair} is frozen", "give pairs of a micro-batch and a stage that it has"
+            yield Fault(what, cure)
     if min(schedule.delays, default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
     if schedule.copies:
@@ -172,18 +177,22 @@ def _levels(window: Window, begin: str, ends: str) -> Iterator[tuple[Spot, int, 
     runs for an earlier batch than its begin, it is already open when the window starts, once for
     each batch between.
     """
-    spots = window.spots
+    spots, frozen = window.spots, window.schedule.frozen
+
+    def ended(kind: str, i: int | None, stage: int) -> bool:
+        return kind in ends or (kind == "I" and "B" in ends and (i, stage) in frozen)
+
     kept, in_all = [0] * window.schedule.stages, [0] * window.schedule.devices
     spans: set[tuple[str, int | None, int]] = set()
     for (kind, i, stage), spot in spots.items():
         starts = [(letter, i, stage) for letter in begin if (letter, i, stage) in spots]
-        if kind in ends and starts:
+        if ended(kind, i, stage) and starts:
             spans.add(starts[0])
             kept[stage] += spots[starts[0]].batch - spot.batch
             in_all[spot.device] += spots[starts[0]].batch - spot.batch
     for (kind, i, stage), spot in spots.items():
         begins = (kind, i, stage) in spans
-        if begins or kind in ends:
+        if begins or ended(kind, i, stage):
             kept[stage] += 1 if begins else -1
             in_all[spot.device] += 1 if begins else -1
         if begins:

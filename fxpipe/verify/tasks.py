@@ -238,7 +238,14 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
                 lacks["forward"].append(i)
             whole = ("B", i, stage) in spots
             halves = [kind for kind in "IW" if (kind, i, stage) in spots]
-            if whole and halves:
+            if (i, stage) in window.schedule.frozen:
+                if whole or halves != ["I"]:
+                    yield Fault(
+                        f"stage {stage} is frozen for micro-batch {i}",
+                        "give it one I, and neither B nor W",
+                        device,
+                    )
+            elif whole and halves:
                 yield Fault(
                     f"stage {stage} has a whole backward of micro-batch {i} and a half of it",
                     "keep the whole backward, or both of its halves",

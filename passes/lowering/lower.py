@@ -213,8 +213,9 @@ class _Instructions:
             task.stage: task
             for row in schedule.rows
             for task in sorted(row, key=lambda task: -task.batch)  # as a batch meets them
-            if task.kind in "BW"
+            if task.kind in "BIW"
         }
+        self._frozen = schedule.frozen
         self._recomputed = schedule.indices_of("R")
         self._beside: Beside | None = None
         if any(kind in schedule.kinds for kind in BESIDE):
@@ -266,7 +267,9 @@ class _Instructions:
             return ins.Backward(stage, i, version, batch, self._rest(task))
         if kind == "W":
             return ins.WeightGrad(stage, i, version, batch, self._rest(task))
-        return (ins.Recompute if kind == "R" else ins.InputGrad)(stage, i, version, batch)
+        if kind == "I":
+            return ins.InputGrad(stage, i, version, batch, (i, stage) in self._frozen)
+        return ins.Recompute(stage, i, version, batch)
 
     def parts(self, task: Task) -> Iterator[ins.Instruction]:
         """Yield what comes right before a task: the wait for what runs beside it, and parts of a

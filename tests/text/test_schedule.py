@@ -55,6 +55,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         st.integers(-3, 0),
     )
     edge = st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1))
+    frozen = st.tuples(st.integers(0, microbatches - 1), st.integers(0, stages - 1))
     return Schedule(
         draw(st.text(max_size=8)),
         microbatches,
@@ -62,6 +63,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         tuple(tuple(draw(st.lists(task, max_size=6))) for _ in range(devices)),
         draw(delays | st.tuples(*[delays] * stages)),
         edges=draw(st.none() | st.sets(edge.filter(lambda ends: ends[0] < ends[1])).map(tuple)),
+        frozen=draw(st.sets(frozen).map(frozenset)),
     )
 
 

@@ -108,7 +108,7 @@ def add_clip(schedule: Schedule) -> Schedule:
 
 def _clipped(row: tuple[Task, ...]) -> tuple[Task, ...]:
     """A device's tasks, where all clips and updates come behind its last backward or reduce."""
-    complete = 1 + max((at for at, task in enumerate(row) if task.kind in "BWA"), default=-1)
+    complete = 1 + max((at for at, task in enumerate(row) if task.kind in "BIWA"), default=-1)
     before = [task for task in row[:complete] if task.kind != "U"]
     early = [task for task in row[:complete] if task.kind == "U"]
     clips = [replace(task, kind="C") for task in row if task.kind == "U"]

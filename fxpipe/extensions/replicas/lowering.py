@@ -120,7 +120,7 @@ def _reducing(row: tuple[Task, ...]) -> Iterator[Task]:
     """Yield a device's tasks with a reduce behind the last backward of each stage, or before its
     update if all backwards are on copies of the stage."""
     in_turn = sorted(row, key=lambda task: -task.batch)  # as a batch meets them
-    last = {task.stage: task for task in in_turn if task.kind in "BW"}
+    last = {task.stage: task for task in in_turn if task.kind in "BIW"}
     for task in row:
         if task.kind == "U" and task.stage not in last:
             yield replace(task, kind="A")

@@ -76,16 +76,22 @@ class InputGrad(Compute):
     """Run the half of a backward that other stages wait for; it uses up ``saved``.
 
     Roughly: input_gradients, deferred = input_grad(saved, output_gradients).
+
+    Attributes:
+        frozen: whether the other half is left out, so that nothing is deferred.
     """
 
     opcode = "input_grad"
+    flags: ClassVar = {"frozen": "frozen"}
     task = "I"
+    frozen: bool = False
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         return reads(self, program)
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
-        return (self.own("deferred"), *program.operands_of(self).returned)
+        deferred = () if self.frozen else (self.own("deferred"),)
+        return (*deferred, *program.operands_of(self).returned)
 
     def ends(self, program: Program) -> tuple[Buffer, ...]:
         return (program.operands_of(self).kept,)
@@ -93,11 +99,16 @@ class InputGrad(Compute):
     def run(self, machine: Machine) -> None:
         stage, i, batch = self.stage, self.microbatch, self.batch
         operands, values = machine.program.operands[stage, i, batch], machine.store.values
-        kept = values.pop(operands.kept)  # counts as kept until the weight gradient
+        # counts as kept until the weight gradient, if there is one
+        kept = machine.store.take(operands.kept) if self.frozen else values.pop(operands.kept)
         kernel = machine.kernel(stage, i, batch)
         result = kernel.input_grad(kept, output_gradients(machine, self))
         values.update(zip(operands.returned, result.inputs, strict=True))
-        values[self.own("deferred")] = result.deferred
+        if not self.frozen:
+            values[self.own("deferred")] = result.deferred
+            return
+        sums = list(machine.totals(self)) or [None] * len(machine.stages[stage].parameters)
+        machine.store.gradients[stage, batch] = sums
 
 
 @dataclass(frozen=True, slots=True)
