@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.published_schedules import mepipe, slimpipe
 from fxpipe.errors import InputError, VerificationError
 from fxpipe.extensions.clipping.opcodes import add_clip
 from fxpipe.extensions.copies.opcodes import Give
@@ -169,3 +170,12 @@ def test_a_simulation_names_what_waits_for_a_fetch_that_nothing_begins() -> None
     program = without(lowered(stored, chain(1)), lambda x: x.opcode == "prefetch")
     with pytest.raises(InputError, match=r"await fetched.*: nothing begins what it waits for"):
         simulate(program)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("p", [2, 4])
+def test_slices_fill_and_drain_a_pipeline_in_as_many_parts(n: int, p: int) -> None:
+    costs = {"F": 1, "B": 2, "I": 1, "W": 1, "U": 0}
+    assert slimpipe(n)(p, 4).simulate(costs).makespan == 3 * (4 * n + p - 1)
+    # the last slice passes by the other devices without its weight gradients
+    assert mepipe(n, 3)(p, 4).simulate(costs).makespan == 3 * 4 * n + 2 * (p - 1)
