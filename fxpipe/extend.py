@@ -95,6 +95,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     },
     "schedule": {
         "auto": f"{_HERE}.planner.auto:Auto",
+        "auto-2bw": f"{_HERE}.planner.auto:AutoTwoBW",
     },
     "recipe": {
         "1f1b-async": f"{_HERE}.overlapping.one_f_one_b_async:one_f_one_b_async",

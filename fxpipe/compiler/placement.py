@@ -137,7 +137,7 @@ class Placement:
             self._budget.way_out = "begin stages at other submodules, raise memory_limits"
         self._reference = traced, assignment
         self.owners = first_readers(traced, assignment)
-        self.costs = {} if later else self._by_stage(traced, assignment, facts["costs"])
+        self.costs = {} if later else self.by_stage(traced, assignment, facts["costs"])
         self.samples = samples if later else self._measured_samples
         return assignment
 
@@ -155,7 +155,7 @@ class Placement:
         self, facts: Mapping[str, Any], assignment: Assignment
     ) -> Mapping[int, StageCosts]:
         """Measure a further graph; returns stage → its costs."""
-        return self._by_stage(facts["traced"], assignment, self.node_costs(facts))
+        return self.by_stage(facts["traced"], assignment, self.node_costs(facts))
 
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
         """Assign the nodes of a graph to stages as in a reference graph with its assignment."""
@@ -197,7 +197,7 @@ class Placement:
             costs = run_all(passes.of(self._options, "measure"), facts)["costs"]
         return costs
 
-    def _by_stage(
+    def by_stage(
         self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
     ) -> dict[int, StageCosts]:
         """Stage → the sum of its nodes' costs."""

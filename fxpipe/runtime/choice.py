@@ -24,6 +24,12 @@ Dispatches = Literal["device", "thread"]
 HAND_OVER = 1e-5
 """The seconds by which an operation takes longer if each device has a thread of its own."""
 
+TASK = 1.5e-5
+"""The seconds by which a task takes longer than its operations."""
+
+WAKE = 5e-5
+"""The seconds until a thread goes on that waits for a value of another one."""
+
 ELEMENTS = 2**14
 """An operation that was not measured is taken to last as long as a hand-over if its largest tensor
 has this many elements: so does a product of 128 × 128 weights and 32 rows."""
@@ -71,20 +77,37 @@ def step_seconds(plan: Plan, schedule: Schedule, larger: float = 1.0) -> tuple[f
     return count * sum(times), max(count * slowest + way, count * together / processors())
 
 
+def operations(stage: Stage) -> dict[str, int]:
+    """Letter of a task of a stage → its operations, each of which hands over the lock."""
+    return {
+        letter: 1 if is_compiled(graph) else sum(_operations(graph))
+        for letter, graph in _graphs(stage).items()
+    }
+
+
+def _graphs(stage: Stage) -> dict[str, fx.GraphModule]:
+    graphs = {
+        "F": stage.forward,
+        "R": stage.forward,
+        "B": stage.backward,
+        "I": stage.input_grad,
+        "W": stage.weight_grad,
+    }
+    return {letter: graph for letter, graph in graphs.items() if graph is not None}
+
+
 def _work(stage: Stage, larger: float, *, trains: bool) -> tuple[float, int]:
-    """The seconds of a stage for one micro-batch, and its operations, each of which hands over the
-    lock. They are measured, or else by the sizes of tensors."""
-    graphs = [stage.forward]
-    if trains:
-        graphs += [stage.backward] if stage.backward else [stage.input_grad, stage.weight_grad]
-    seconds, operations = 0.0, 0
-    for graph in filter(None, graphs):
-        sizes = [_largest(n) for n in graph.graph.nodes if _computes(n)]
-        seconds += HAND_OVER * sum(sizes) / ELEMENTS
-        operations += 1 if is_compiled(graph) else sum(_operations(graph))
+    """The seconds of a stage for one micro-batch, and its operations. They are measured, or else by
+    the sizes of tensors."""
+    letters = "F" if not trains else "FB" if stage.backward else "FIW"
+    seconds, counts = 0.0, operations(stage)
+    for letter, graph in _graphs(stage).items():
+        if letter in letters:
+            sizes = [_largest(n) for n in graph.graph.nodes if _computes(n)]
+            seconds += HAND_OVER * sum(sizes) / ELEMENTS
     if stage.costs is not None:
         seconds = larger * (stage.costs.forward + (stage.costs.backward if trains else 0.0))
-    return seconds, operations
+    return seconds, sum(counts.get(letter, 0) for letter in letters)
 
 
 def _operations(graph: fx.GraphModule) -> Iterator[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,9 @@ from fxpipe.extensions.planner.candidates import EXACT, Predicted
 from fxpipe.extensions.planner.stages import FAMILIES, Stages, offload_of, with_modes
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each
+from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
+from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 
@@ -27,11 +29,22 @@ from fxpipe.runtime.choice import ThreadChoice
 class Auto(LateSchedule):
     """``schedule="auto"``: the fastest of the library's schedules with a flush."""
 
+    name = "auto"
+    families: Sequence[str] = FAMILIES
+
     def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
         """Until the first step has chosen a schedule, calls have the stages of this recipe."""
         placement = PendingPlacement()
-        recipe = replace(find_recipe("zb-h1"), name="auto", placement=placement)
-        return recipe, partial(AutoCompiler, placement=placement)
+        first = find_recipe(self.families[0])
+        recipe = replace(first, name=self.name, placement=placement)
+        return recipe, partial(AutoCompiler, placement=placement, families=self.families)
+
+
+class AutoTwoBW(Auto):
+    """``schedule="auto-2bw"``: 2BW, which has no flush, with the fastest micro-batches."""
+
+    name = "auto-2bw"
+    families = ("2bw",)
 
 
 @dataclass(eq=False)
@@ -54,18 +67,21 @@ class AutoCompiler(Compiler):
 
     Args:
         placement: the placement in the recipe of ``options``; it follows the chosen schedule.
-
-    Attributes:
         families: the schedules whose stages the model is cut into.
     """
 
-    families: Sequence[str] = FAMILIES
     _size = 0  # of the largest batch that a schedule was chosen for
     _stages: Stages | None = None
 
-    def __init__(self, options: Options, choice: ThreadChoice, placement: PendingPlacement) -> None:
+    def __init__(
+        self,
+        options: Options,
+        choice: ThreadChoice,
+        placement: PendingPlacement,
+        families: Sequence[str] = FAMILIES,
+    ) -> None:
         super().__init__(options, choice)
-        self._pending = placement
+        self._pending, self.families = placement, families
 
     @property
     def _parts(self) -> Sequence[object]:
@@ -94,7 +110,7 @@ class AutoCompiler(Compiler):
             PartitionError: as ``best``.
         """
         best = self.best(micro, updates=updates)
-        LOGGER.info('schedule="auto" takes %s', best)
+        LOGGER.info('schedule="%s" takes %s', self.options.decides, best)
         return best.candidate.microbatches
 
     def best(self, micro: MicroBatches, *, updates: bool) -> Predicted:
@@ -121,8 +137,10 @@ class AutoCompiler(Compiler):
             families = families[:1]  # modes by stage are for one stage on each device
         attempts = [(before.changed(recipe=families[0], recompute=recompute), count)]
         if not self._placement.judged or not cut:
-            least = before.changed(recipe=find_recipe("naive"), recompute=recompute)
+            holds_least = families[0] if families[0].delay else find_recipe("naive")
+            least = before.changed(recipe=holds_least, recompute=recompute)
             attempts.append((least, options.microbatches or size))
+        self._nodes: dict[int, tuple[Traced, Mapping[str, NodeCost]]] = {}
         self._fixed = (None, True) if options.microbatches else (False, True)
         decide = partial(self._decided, micro=micro, size=size, updates=updates)
         too_large: list[Predicted] = []
@@ -171,7 +189,8 @@ class AutoCompiler(Compiler):
         self._forget()
         self._placement.forget()
         with suppress(InputError, PartitionError):  # the model may have too few operations
-            other = decide(too_large=too_large)
+            worth = math.inf if best is None else best.seconds / EXACT
+            other = decide(too_large=too_large, worth=worth)
             if best is None or other.seconds * EXACT < best.seconds:
                 return other
         restore()
@@ -186,22 +205,25 @@ class AutoCompiler(Compiler):
         size: int,
         updates: bool,
         too_large: list[Predicted],
+        worth: float = math.inf,
     ) -> Predicted:
         """Cut the model for a timetable, and return the best candidate over these stages.
 
         Args:
             too_large: is extended by the best candidates that exceed the memory limits.
+            worth: a candidate whose step takes longer is of no use.
 
         Raises:
             PartitionError: no candidate keeps the limits.
+            InputError: the stages run no candidate that is of use.
         """
         limits = self._placement.limits
         kind = Kind("step", updates, outputs=False)
         micro = micro.batch.in_parts(count, micro.replica)
         while True:
             self._follow(timetable)
-            stages = Stages(self, limits, self._compile(micro, kind), size, updates)
-            choice = stages.fastest()
+            stages = Stages(self, limits, self._compile(micro, kind), size, updates, self._nodes)
+            choice = stages.fastest(worth)
             if not choice.fits(limits):
                 too_large.append(choice)
                 if self._placement.judged:

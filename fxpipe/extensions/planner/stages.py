@@ -17,29 +17,31 @@ from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.options import Options
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extend import Extension, find, there
+from fxpipe.extensions.planner.bounds import LeastMemory, Modes, least_seconds
 from fxpipe.extensions.planner.candidates import (
     EXACT,
     Candidate,
-    Modes,
     Predicted,
     best_of,
     evaluate,
     interpolated,
-    least_seconds,
     library_over,
     microbatch_counts,
 )
 from fxpipe.extensions.simulator.away import away_rates
-from fxpipe.extensions.simulator.costs import Times, measured_costs
+from fxpipe.extensions.simulator.costs import Link, Times, measured_costs
 from fxpipe.extensions.simulator.pipe import given_links, held_sizes, predict_step
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan, StageCosts
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
+from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, KINDS
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import Assignment
+from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.schedule import modes_of
+from fxpipe.runtime.choice import HAND_OVER, TASK, WAKE, operations
 
 FAMILIES = ("zb-h1", "v-half", "interleaved-1f1b")
 """For each possible placement of the stages (one or two on each device) the schedule that they are
@@ -60,6 +62,7 @@ class Stages:
         compiled: Compiled,
         size: int,
         updates: bool,
+        nodes: dict[int, tuple[Traced, Mapping[str, NodeCost]]],
     ) -> None:
         """Prepare predictions over the stages of a compiled step.
 
@@ -67,7 +70,10 @@ class Stages:
             limits: device → the bytes that it may hold.
             compiled: a step of these stages.
             size: the samples of a batch.
+            nodes: samples of a micro-batch → the model's graph for it, and what its nodes cost. It
+                grows by those that are measured, as they are the same for other cuts.
         """
+        self._nodes = nodes
         self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._placement = compiled.schedule.placement
         self._size, self._options = size, compiler.options
@@ -83,37 +89,53 @@ class Stages:
         self._alone = group.size == 1 and not self._options.places
         # samples of a micro-batch → the times of tasks
         self._measured: dict[int, Times] = {compiled.samples: _of_operations(compiled.plan)}
+        self._fixed = {
+            (letter, stage.index): count
+            for stage in compiled.plan.stages
+            for letter, count in operations(stage).items()
+        }
+        self._serially: dict[int, bool] = {}
+        self._taken: dict[int, dict[tuple[str, int], float]] = {}
+        self._schedules: dict[tuple[Recipe, int], Schedule] = {}
+        self._least: dict[tuple[Any, ...], float] = {}
         self._measure_further()
 
     def _measure_further(self) -> None:
-        """Measure the operations for one more size of micro-batches, if their number is chosen:
-        for a smaller one, as what is fixed counts most there, or else for a larger one."""
+        """Measure the operations for two more sizes of micro-batches, if their number is chosen: a
+        smaller one, as what is fixed counts most there, and one of a batch with a micro-batch for
+        each device."""
         if self._options.microbatches is not None:
             return
-        samples = self._compiled.samples
-        for further in (-(-samples // 4), min(4 * samples, self._size)):
-            if further == samples:
-                continue
+        samples, placement = self._compiled.samples, self.compiler.plans.placement
+        for further in {-(-samples // 4), -(-self._size // self._devices)} - {samples}:
             with suppress(FxpipeError):  # the graph may hold for one size of micro-batch only
-                with self._resized(further) as (call, traced, assignment):
-                    facts = call.as_trained(traced, self._options.model)
-                    costs = self.compiler.plans.placement.costs_of(facts, assignment)
+                if further not in self._nodes:
+                    with self._resized(further) as (call, traced, _):
+                        facts = call.as_trained(traced, self._options.model)
+                        self._nodes[further] = traced, placement.node_costs(facts)
+                traced, nodes = self._nodes[further]
+                followed = placement.follow(traced, self._graph.traced, self._graph.assignment)
+                costs = placement.by_stage(traced, followed, nodes)
                 stages = [replace(s, costs=costs[s.index]) for s in self._compiled.plan.stages]
                 plan = replace(self._compiled.plan, stages=tuple(stages))
                 self._measured[further] = _of_operations(plan)
-                return
 
     @property
     def _modes(self) -> Modes:
         return modes_of(self._options.recompute, len(self._placement))
 
-    def fastest(self) -> Predicted:
-        """The best of the library's schedules, numbers of micro-batches and recomputations."""
+    def fastest(self, worth: float = math.inf) -> Predicted:
+        """The best of the library's schedules, numbers of micro-batches and recomputations.
+
+        Raises:
+            InputError: these stages run none of them, or none in less than ``worth`` seconds.
+        """
         options = self._options
         counts = [options.microbatches] if options.microbatches else None
+        flush = not self._compiled.schedule.overlaps
         schedules = [
             (recipe, count)
-            for recipe in library_over(self._devices, lambda _: self._placement)
+            for recipe in library_over(self._devices, lambda _: self._placement, flush=flush)
             for count in counts or microbatch_counts(self._size, self._devices)
         ]
         free = options.recompute == "never"
@@ -125,9 +147,10 @@ class Stages:
             schedules,
             None if free else self._modes,
             self._limits,
-            self._least,
+            self,
             self.predict,
             offload=None if offload_free else asked,
+            worth=worth,
         )
         if not results:
             raise InputError("no schedule of the library can run these stages; name one yourself")
@@ -141,17 +164,22 @@ class Stages:
 
     def _unhindered(self, count: int) -> float:
         """The seconds of a step whose devices, or the one thread of all, are never idle."""
-        times = self._known(self.samples(count))
+        times = self._times(count)
         work = count * sum(time for (letter, _), time in times.items() if letter in "FB")
         return work / (1 if self._serial(count) else self._devices)
 
     def _serial(self, count: int) -> bool:
         """Whether one thread is to run all devices if the batch is split into ``count``
         micro-batches."""
-        costs, plan = self.costs(count), self._compiled.plan
-        plan = replace(plan, stages=tuple(replace(s, costs=costs[s.index]) for s in plan.stages))
-        schedule = replace(self._compiled.schedule, microbatches=count)
-        return self._alone and self.compiler.choice.threads(plan, schedule) == 1
+        if count not in self._serially:
+            costs, plan = self.costs(count), self._compiled.plan
+            plan = replace(
+                plan, stages=tuple(replace(s, costs=costs[s.index]) for s in plan.stages)
+            )
+            schedule = replace(self._compiled.schedule, microbatches=count)
+            one = self._alone and self.compiler.choice.threads(plan, schedule) == 1
+            self._serially[count] = one
+        return self._serially[count]
 
     def samples(self, count: int) -> int:
         """The samples of a micro-batch if the batch is split into ``count`` micro-batches."""
@@ -173,12 +201,54 @@ class Stages:
         times = self._known(self.samples(count))
         return {s: StageCosts(*(times[x, s] for x in "FBIW")) for s in range(len(self._placement))}
 
-    def _least(self, recipe: Recipe, count: int) -> float:
-        """A lower bound for the seconds of a step."""
+    def _times(self, count: int) -> dict[tuple[str, int], float]:
+        """The times of tasks if the batch is split into ``count`` micro-batches: of operations, and
+        of what a task and, with a thread for each device, an operation takes besides."""
+        if count not in self._taken:
+            handed = 0.0 if self._serial(count) or not self._alone else HAND_OVER
+            self._taken[count] = {
+                key: time + TASK + handed * self._fixed.get(key, 0)
+                if KINDS[key[0]].per_microbatch
+                else time
+                for key, time in self._known(self.samples(count)).items()
+            }
+        return self._taken[count]
+
+    def seconds(self, candidate: Candidate) -> float:
+        """A lower bound for the seconds of a step. Raises InputError if there is no schedule."""
+        count, schedule = candidate.microbatches, self._schedule(candidate)
+        times = self._times(count)
         if self._serial(count):  # one thread does the work of all devices
-            return self._unhindered(count)
-        known, edges = self._known(self.samples(count)), self._compiled.plan.stage_edges
-        return least_seconds(known, recipe, count, self._devices, edges)
+            again = sum(times["R", s] for s, x in enumerate(candidate.recompute) if x == "always")
+            return self._unhindered(count) + count * again
+        return least_seconds(times, schedule, candidate.recompute)
+
+    def peaks(self, candidate: Candidate) -> tuple[float, ...]:
+        """Lower bounds for the bytes of the devices; 0 if they cannot be told."""
+        count, schedule = candidate.microbatches, self._schedule(candidate)
+        modes, found = (candidate.recompute, candidate.offload), []
+        for device in range(self._devices):
+            held = schedule.held_by(device)
+            own = [tuple(x[s] for s in held) if x else () for x in modes]
+            key = candidate.recipe, count, device, *own
+            if key not in self._least:
+                try:
+                    least = LeastMemory(
+                        schedule, self._held(self.samples(count)), self._compiled.plan
+                    )
+                    self._least[key] = least.of(device, *modes)
+                except FxpipeError:
+                    self._least[key] = 0.0
+            found.append(self._least[key])
+        return tuple(found)
+
+    def _schedule(self, candidate: Candidate) -> Schedule:
+        """The schedule of a candidate, without recomputation and offloading."""
+        way = candidate.recipe, candidate.microbatches
+        if way not in self._schedules:
+            schedule = candidate.recipe(self._devices, candidate.microbatches)
+            self._schedules[way] = replace(schedule, edges=self._compiled.plan.stage_edges)
+        return self._schedules[way]
 
     def _at(self, samples: int) -> Compiled:
         """The same step for micro-batches of another size, with a plan that is made for zeros, not
@@ -237,6 +307,7 @@ class Stages:
     def predict(self, candidate: Candidate) -> Predicted | None:
         """Predict a step of a candidate; None if these stages cannot run it."""
         samples, sizes = self.samples(candidate.microbatches), Sizes()
+        serial = self._serial(candidate.microbatches)
         try:
             sized = bool(self._limited or self._links)
             program = self._lowered(candidate, sized=sized)
@@ -248,9 +319,9 @@ class Stages:
             self._compiled.plan,
             program,
             sizes,
-            self._known(samples),
-            links=self._links,
-            serial=self._serial(candidate.microbatches),
+            self._times(candidate.microbatches),
+            links=self._links or (None if serial or not self._alone else Link(WAKE)),
+            serial=serial,
             away=self._away,
         )
         if self._limited:

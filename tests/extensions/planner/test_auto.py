@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import re
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -17,12 +18,12 @@ import fxpipe
 from benchmarks.counted import counted
 from benchmarks.models.unet import UNet
 from fxpipe.extensions.planner import stages
+from fxpipe.extensions.planner.bounds import least_seconds
 from fxpipe.extensions.planner.candidates import (
     Candidate,
     Predicted,
     best_of,
     evaluate,
-    least_seconds,
     library_over,
 )
 from fxpipe.extensions.simulator import Sizes, simulate_schedule
@@ -32,10 +33,12 @@ from fxpipe.extensions.simulator.costs import (
     times_of,
 )
 from fxpipe.extensions.tables import time_text
-from fxpipe.ir.recipe import Placement, one_each, round_robin, vee
+from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
 from tests.helpers.profiles import DEEP, deep
+from tests.oracles.delayed_loop import DelayedLoop
 from tests.oracles.loop import train
 
+SGD = partial(torch.optim.SGD, lr=0.05)
 THREADS = fxpipe.Dispatch("device")
 
 
@@ -136,9 +139,14 @@ def test_the_fastest_that_fits_is_that_of_all_candidates() -> None:
         slow = 1 + 0.2 * candidate.recompute.count("always")
         return Predicted(candidate, found.makespan * slow, tuple(kept))
 
-    def least(recipe: Any, m: int) -> float:
-        at = {key: time * 12 / m + 0.1 for key, time in times.items()}
-        return least_seconds(at, recipe, m, 3)
+    class Least:
+        def seconds(self, candidate: Candidate) -> float:
+            m = candidate.microbatches
+            at = {key: time * 12 / m + 0.1 for key, time in times.items()}
+            return least_seconds(at, candidate.recipe(3, m))
+
+        def peaks(self, candidate: Candidate) -> tuple[float, ...]:
+            return (0.0,) * 3
 
     modes: Any = [*itertools.product(("never", "always"), repeat=3)]
     everything = [predict(Candidate(*way, each)) for way in ways for each in modes]
@@ -146,7 +154,7 @@ def test_the_fastest_that_fits_is_that_of_all_candidates() -> None:
     for limit in (100.0, 6.0, 3.0, 1.5, 1.0, 0.3, 0.1):
         limits = (limit,) * 3
         tried.clear()
-        found = best_of(evaluate(ways, None, limits, least, predict))
+        found = best_of(evaluate(ways, None, limits, Least(), predict))
         fitting = [each for each in everything if each.fits(limits)]
         assert found.fits(limits) == bool(fitting)
         if fitting:
@@ -187,14 +195,26 @@ def known(samples: int) -> dict[tuple[str, int], float]:
 
 
 @pytest.mark.parametrize(
-    "links", [{}, {"link_bandwidth": 600.0}, {"link_bandwidth": 5e3, "link_latency": 4.0}]
+    ("links", "task"),
+    [
+        ({}, 0.0),
+        ({}, 0.4),
+        ({"link_bandwidth": 600.0}, 0.0),
+        ({"link_bandwidth": 5e3, "link_latency": 4.0}, 0.0),
+    ],
 )
 def test_it_takes_the_fastest_of_what_was_measured(
-    links: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    links: dict[str, Any],
+    task: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Against all schedules and numbers of micro-batches, simulated with the same times and links:
-    a linear layer sends 16 floats for each sample, and gets as many back."""
+    a linear layer sends 16 floats for each sample, and gets as many back. Each task takes longer by
+    the same time, which many micro-batches have many of."""
     monkeypatch.setattr(stages.Stages, "_known", lambda self, samples: known(samples))
+    for name, seconds in (("TASK", task), ("HAND_OVER", 0.0), ("WAKE", 0.0)):
+        monkeypatch.setattr(stages, name, seconds)
     x, y = batch(32)
     cut = fxpipe.Partition(at=["4"], **links)
     with (
@@ -209,12 +229,60 @@ def test_it_takes_the_fastest_of_what_was_measured(
         for m in (2, 4, 8, 16, 32):
             made = recipe(2, m)
             costs = cast(dict[Key, float], known(32 // m))
+            costs = {k: t + (task if k[0] != "U" else 0.0) for k, t in costs.items()}
             bytes_ = Sizes(values={"y0": 32 // m * 16 * 4})
             ran = simulate_schedule(made, costs, links=link, sizes=bytes_)
             found[recipe.name, m] = ran.makespan
     assert found[taken] <= 1.01 * min(found.values())
     told = re.search(r"takes .* \((.*), predicted\)", caplog.text)
     assert told is not None and told[1] == time_text(found[taken])
+
+
+@pytest.mark.parametrize("fixed", [0.0, *deep(0.5)])
+def test_without_a_flush_it_takes_the_fastest_micro_batches_and_trains_one_step_late(
+    fixed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against 2BW with all numbers of micro-batches, simulated; and the loop with older weights."""
+
+    def times(samples: int) -> dict[tuple[str, int], float]:
+        return {k: t + fixed * (k[0] != "U") for k, t in known(samples).items()}
+
+    monkeypatch.setattr(stages.Stages, "_known", lambda self, samples: times(samples))
+    model, (x, y) = layers(), batch(32)
+    expected = DelayedLoop.beside(model, SGD, 1)
+    with pipe_of(model, schedule="auto-2bw", optimizer=SGD, extensions=[THREADS]) as pipe:
+        pipe.prepare(x, target=y)
+        taken, count = pipe.schedule.name, pipe.schedule.microbatches
+        expected.microbatches = count
+        batches = [(x + step, y) for step in range(4)]
+        expected.assert_trained(pipe, model, batches)
+    recipe = find_recipe("2bw")
+    found = {
+        m: simulate_schedule(recipe(2, m), cast(dict[Key, float], times(32 // m))).step_time
+        for m in (2, 4, 8, 16, 32)
+    }
+    assert taken == "2bw" and found[count] <= 1.01 * min(found.values())
+
+
+def test_without_a_flush_two_versions_and_what_is_kept_stay_within_the_limits() -> None:
+    x, y = batch(64)
+    options: Any = {"optimizer": torch.optim.Adam, "schedule": "2bw", "microbatches": 4}
+    with pipe_of(layers(), **options, example=((x,), {"target": y})) as given:
+        limits = [int(0.9 * memory.peak) for memory in given.simulate().memory]
+    options = {"optimizer": torch.optim.Adam, "schedule": "auto-2bw", "memory_limits": limits}
+    with pipe_of(layers(), **options) as chosen:
+        chosen.prepare(x, target=y)
+        with counted(chosen) as found:
+            for step in range(5):
+                if step == 3:
+                    chosen.flush()
+                    for device in found:
+                        device.clear()
+                chosen.step(x, target=y)
+            chosen.flush()
+        assert chosen.schedule.delay == 1
+        for device, limit in zip(found, limits, strict=True):
+            assert device.peak <= 1.03 * limit
 
 
 @pytest.mark.parametrize(

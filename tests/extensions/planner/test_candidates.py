@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.extensions.offload.add_offload import add_offload
+from fxpipe.extensions.planner.bounds import ALWAYS, NEVER, Modes, least_seconds
 from fxpipe.extensions.planner.candidates import (
     Candidate,
     Predicted,
+    evaluate,
     interpolated,
-    least_seconds,
     library_over,
-    variants,
+    microbatch_counts,
 )
 from fxpipe.extensions.simulator import Sizes, simulate_schedule
 from fxpipe.extensions.simulator.costs import (
@@ -26,6 +27,16 @@ from fxpipe.extensions.simulator.costs import (
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.passes.schedule import add_recompute
 from tests.helpers.profiles import some
+
+
+class Nothing:
+    """Bounds that exclude nothing."""
+
+    def seconds(self, candidate: Candidate) -> float:
+        return 0.0
+
+    def peaks(self, candidate: Candidate) -> tuple[float, ...]:
+        return (0.0,) * len(candidate.recompute)
 
 
 @pytest.mark.parametrize("seed", some(range(12)))
@@ -56,7 +67,7 @@ def test_stages_recompute_or_store_as_costs_least_of_all_ways(seed: int) -> None
     most = everything[0].peaks
     for share in (1.0, 0.8, 0.5, 0.3):
         limits = [share * peak for peak in most]
-        found = variants(Candidate(recipe, 6, ()), limits, predict, offloads=True)
+        found = evaluate([(recipe, 6)], None, limits, Nothing(), predict, None)
         fitting = [each.seconds for each in everything if each.fits(limits)]
         ours = [each.seconds for each in found if each.fits(limits)]
         assert bool(ours) == bool(fitting)
@@ -79,7 +90,7 @@ def test_of_many_ways_no_change_on_one_device_is_faster() -> None:
         ]
         return Predicted(candidate, seconds(ways), tuple(2.0 - (way != "keep") for way in ways))
 
-    found = variants(Candidate(recipe, 8, ()), (1.0,) * stages, predict, offloads=True)
+    found = evaluate([(recipe, 8)], None, (1.0,) * stages, Nothing(), predict, None)
     best = min(each.seconds for each in found if each.fits((1.0,) * stages))
     every = itertools.product(("offload", "recompute"), repeat=stages)
     assert len(found) < 2**stages and best <= 1.05 * min(map(seconds, every))
@@ -93,7 +104,11 @@ def test_no_step_takes_less_than_the_closed_form() -> None:
             made = simulate_schedule(recipe(4, 8), costs)
             time = made.steady.period if made.window.depth else made.makespan
             times = times_of(4, "FBIWRU", costs)
-            assert least_seconds(times, recipe, 8, 4) <= time * (1 + 1e-9)
+            assert least_seconds(times, recipe(4, 8)) <= time * (1 + 1e-9)
+            again: Modes = ("never", "always", "always", "never")
+            slower = simulate_schedule(add_recompute(recipe(4, 8), again), costs).makespan
+            least = least_seconds(times, recipe(4, 8), again)
+            assert least_seconds(times, recipe(4, 8)) < least <= slower * (1 + 1e-9)
 
 
 def test_no_step_takes_less_than_the_closed_form_where_stages_are_side_by_side() -> None:
@@ -111,4 +126,54 @@ def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
     found = [interpolated({2: 5.0, 8: 11.0}, size) for size in (1, 2, 4, 8, 20)]  # 3 + samples
     assert found == [4, 5, 7, 11, 23]
     assert [interpolated({4: 8.0}, size) for size in (1, 8)] == [2, 16]
+    known = {2: 5.0, 8: 11.0, 10: 21.0}  # steeper behind 8
+    assert [interpolated(known, size) for size in (1, 4, 8, 9, 20)] == [4, 7, 11, 16, 71]
     assert interpolated({2: 1.0, 4: 8.0}, 1) == 0.5  # never below a share of what is known
+
+
+def test_every_power_of_two_up_to_the_batch_may_be_the_number_of_microbatches() -> None:
+    assert microbatch_counts(256, 2) == [2, 4, 8, 16, 32, 64, 128, 256]
+    assert microbatch_counts(24, 3) == [3, 6, 12, 24]
+    assert microbatch_counts(20, 4) == [4, 8, 16, 20]
+    assert microbatch_counts(2, 4) == [2]
+
+
+def test_what_lacks_memory_by_its_bounds_is_not_predicted_unless_nothing_else_is_left() -> None:
+    """Each stage holds 8 / m for each micro-batch that it keeps, and 1 for one that it recomputes;
+    a recomputing stage takes a third longer."""
+    ways = [(find_recipe(name), m) for name in ("gpipe", "1f1b") for m in (2, 4, 8, 16, 32)]
+    tried: list[Candidate] = []
+
+    class Held(Nothing):
+        def seconds(self, candidate: Candidate) -> float:
+            return 10 + candidate.microbatches + candidate.recompute.count("always")
+
+        def peaks(self, candidate: Candidate) -> tuple[float, ...]:
+            kept = candidate.recipe(2, candidate.microbatches).kept().stages
+            pairs = zip(kept, candidate.recompute, strict=True)
+            return tuple(
+                8 * n / candidate.microbatches / (4 if r != "never" else 1) for n, r in pairs
+            )
+
+    def predict(candidate: Candidate) -> Predicted:
+        tried.append(candidate)
+        return Predicted(candidate, held.seconds(candidate) + 0.5, held.peaks(candidate))
+
+    held = Held()
+    every = [
+        predict(Candidate(*way, modes))
+        for way in ways
+        for modes in itertools.product((NEVER, ALWAYS), repeat=2)
+    ]
+    for limit in (8.0, 4.0, 2.0, 1.0, 0.5, 0.2, 0.1):
+        limits = (limit,) * 2
+        fitting = [each.seconds for each in every if each.fits(limits)]
+        tried.clear()
+        found = evaluate(ways, None, limits, held, predict)[0]
+        if fitting:
+            assert found.fits(limits) and found.seconds == min(fitting)
+            assert all(fits <= limit for each in tried for fits in held.peaks(each))
+        else:  # the one that lacks least
+            assert found.peaks == min((each.peaks for each in every), key=sum)
+        assert len(tried) <= 2
+        assert not evaluate(ways, None, limits, held, predict, worth=11.0)

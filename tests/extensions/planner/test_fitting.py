@@ -13,7 +13,7 @@ from torch.optim import Adam
 
 import fxpipe
 from fxpipe import extend
-from fxpipe.extensions.planner.auto import AutoCompiler
+from fxpipe.extensions.planner.auto import Auto, AutoCompiler
 from fxpipe.extensions.planner.stages import FAMILIES
 from tests.extensions.planner.test_auto import batch, layers
 from tests.helpers.profiles import deep
@@ -66,7 +66,7 @@ def test_what_the_error_names_fits_and_is_what_auto_takes(
     found = peaks(**named, **written, memory_limits=limits)
     assert all(peak <= limit for peak, limit in zip(found, limits, strict=True))
     if given["schedule"] != "interleaved-1f1b":  # else the stages of "auto" begin as others
-        monkeypatch.setattr(AutoCompiler, "families", FAMILIES[:1])
+        monkeypatch.setattr(Auto, "families", FAMILIES[:1])
         with caplog.at_level(logging.INFO, "fxpipe"):
             peaks(**named, schedule="auto", memory_limits=limits)
         assert f'schedule="auto" takes {told[1]}' in caplog.messages
