@@ -134,8 +134,8 @@ def evaluate(
     Each stage keeps all its activations, recomputes, offloads, or does both. First all keep. If a
     device then lacks memory, by its lower bound or as predicted, one of its stages does otherwise:
     each choice is a further candidate, unless the device lacks memory whatever its stages do. A
-    candidate that lacks memory by its bounds is not predicted, unless there are only such: then the
-    one that lacks least is.
+    candidate that lacks memory by its bounds is not predicted, unless nothing fits: then the one
+    that lacks least is.
 
     Args:
         ways: schedules with numbers of micro-batches.
@@ -196,7 +196,7 @@ def evaluate(
         if tried[way] == _MOST:
             continue
         needs = Predicted(candidate, seconds, bounds.peaks(candidate) if limited else ())
-        if limited and not needs.fits(limits):
+        if short := limited and not needs.fits(limits):
             refuted.append(needs)
         else:
             tried[way] += 1
@@ -204,16 +204,22 @@ def evaluate(
             if made is None or made.fits(limits):
                 continue
             needs = made
+        if recompute is not None and offload is not None:
+            continue
         over = needs.over(limits)
         device = over.index(max(over))  # the one that lacks most
-        if needs in refuted or not lacks_always(way, device):
+        if short or not lacks_always(way, device):
             for other in _relieved(candidate, device, devices, recompute is None, offload is None):
                 meet(other, 1 - depth)
-    for nearest in sorted(refuted, key=lambda each: sum(each.over(limits))):
-        if predicted or worth < inf:
+
+    def lacks(needs: Predicted) -> float:
+        return sum(needs.over(limits))
+
+    for nearest in sorted(refuted, key=lacks) if worth == inf else ():
+        if predicted and min(map(lacks, predicted)) <= lacks(nearest):
             break
         note(nearest.candidate)
-    return sorted(predicted, key=lambda each: (sum(each.over(limits)), each.seconds))
+    return sorted(predicted, key=lambda each: (lacks(each), each.seconds))
 
 
 _MOST = 16
