@@ -117,9 +117,9 @@ def test_no_step_takes_less_than_the_closed_form_where_stages_are_side_by_side()
     times = times_of(4, "FBIWRU", costs)
     for recipe in library_over(4):
         made = simulate_schedule(replace(recipe(4, 8), edges=edges), costs)
-        bound = least_seconds(times, recipe, 8, 4, edges)
+        bound = least_seconds(times, replace(recipe(4, 8), edges=edges))
         assert bound <= made.makespan * (1 + 1e-9)
-        assert bound <= least_seconds(times, recipe, 8, 4)
+        assert bound <= least_seconds(times, recipe(4, 8))
 
 
 def test_times_between_and_beyond_those_that_are_known_lie_on_lines() -> None:
