@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from math import ceil, floor, inf
 from random import Random
 
 from fxpipe.extensions.search.bounds import lag, room, way_down
 from fxpipe.extensions.search.listing import NEVER, Habit, Policy, order_by_policy
 from fxpipe.extensions.search.problem import Order, Problem
+from fxpipe.extensions.search.rounds import orders_by_turns
 from fxpipe.extensions.search.timing import NumberedOrder, value_of
 
 FIRST, LAST = -1e9, 1e9
@@ -66,19 +68,31 @@ class Local:
         assert order is not None
         return order
 
-    def run(self, enough: float, go_on: Callable[[], bool]) -> None:
+    def run(
+        self, enough: float, go_on: Callable[[], bool], longer: Callable[[], bool] | None = None
+    ) -> None:
         """Try the given policies until a time is at most ``enough`` or ``go_on()`` is false, but
-        one at least if there is no order yet."""
-        seen: set[Policy] = set()
-        for policy in given_policies(self.problem):
+        one at least if there is no order yet. Where devices hold several stages, rounds are tried
+        in turn with them, these until ``longer()`` is false."""
+        ways = deque([(self._listed(), go_on)])
+        if any(len(stages) > 1 for stages in self.problem.held):
+            ways.append((orders_by_turns(self.problem), longer or go_on))
+        while ways:
+            way, lasts = ways.popleft()
             known = self.best is not None or self.refused is not None
-            if known and (self.value <= enough or not go_on()):
+            if known and self.value <= enough:
                 return
-            if policy not in seen:
-                seen.add(policy)
-                value, order = order_by_policy(self.problem, policy, self.value)
+            if known and not lasts():
+                continue
+            for value, order in islice(way, 1):
+                ways.append((way, lasts))
                 self.passes += 1
                 self.offer(value, order)  # type: ignore[arg-type]
+
+    def _listed(self) -> Iterator[tuple[float, list[list[int]]]]:
+        """Yield the times and orders of the given policies."""
+        for policy in dict.fromkeys(given_policies(self.problem)):
+            yield order_by_policy(self.problem, policy, self.value)
 
 
 def improve(local: Local, enough: float, go_on: Callable[[], bool]) -> None:

@@ -287,7 +287,7 @@ def _solve(
         return lambda: perf_counter() < until
 
     enough = bound * (1 + 1e-12)
-    local.run(enough, lasting(_LISTED if swapped else 1.0))
+    local.run(enough, lasting(_LISTED if swapped else 1.0), lasting(1.0))
     if local.best is not None:
         local.offer(value_of(problem, local.best), local.best)
     if swapped:

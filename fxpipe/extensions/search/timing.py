@@ -24,7 +24,7 @@ def value_of(problem: Problem, order: Order) -> float:
     """
     if not fits(problem, order):
         return inf
-    rows = NumberedOrder(problem, order)
+    rows = NumberedOrder(problem, order, swapped=False)
     if problem.flush:
         return rows.value
     least, still, begun = inf, 0, [0.0] * problem.devices
@@ -74,7 +74,9 @@ class NumberedOrder:
     1996). If these must stay in their order, the next two are swapped.
     """
 
-    def __init__(self, problem: Problem, order: Order) -> None:
+    def __init__(self, problem: Problem, order: Order, swapped: bool = True) -> None:
+        """Number an order's tasks; ``swapped`` tells whether it is also to be swapped, for which
+        devices that begin late are followed for a while, and the ways from tasks to the end."""
         self.problem = problem
         rows = [list(numbered(row)) for row in order]
         number = self._numbers(rows)
@@ -107,7 +109,7 @@ class NumberedOrder:
         self.sorted = list(range(count))
         """The tasks, each after what it waits for."""
         self.places = list(range(count))
-        if not problem.flush:
+        if swapped and not problem.flush:
             begun = [0.0] * problem.devices
             for _ in range(problem.devices):
                 begun = self.following(begun)[1]
@@ -116,7 +118,7 @@ class NumberedOrder:
             self.left[count:none] = [
                 last - at for last, at in zip(problem.last, begun, strict=True)
             ]
-        self._time(0, count)
+        self._time(0, count if swapped else 0)
 
     def _numbers(self, rows: Sequence[Sequence[Node]]) -> dict[Node, int]:
         """Each task → its number; tasks have greater numbers than what they wait for."""
