@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from fxpipe.ir.recipe import RECIPES, Placement, Recipe, one_each, round_robin, 
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.schedules import gpipe, hanayo, inference, interleaved_zb, one_f_one_b
+from fxpipe.schedules.one_f_one_b import seq1f1b
 from tests.oracles.small_simulator import (
     AS_LONG,
     HALVES,
@@ -135,6 +136,116 @@ def test_no_device_keeps_more_than_its_limit(
     assert max(device_kept(schedule, device) for device in range(p)) <= limit
 
 
+@pytest.mark.parametrize("slices", [1, 2, 3])
+def test_rules_over_slices_give_seq1f1b(slices: int) -> None:
+    """Its forwards and backwards, numbered over all slices, take turns."""
+
+    @fxpipe.list_schedule(
+        "mine",
+        "FB",
+        placement=round_robin(slices),
+        slices=slices,
+        limit=lambda device, devices: devices - device + slices - 1,
+    )
+    def turns(task: Task, devices: int) -> int:
+        assert task.stage is not None
+        assert task.microbatch is not None
+        part, device = divmod(task.stage, devices)
+        if task.kind == "B":
+            return 2 * (slices * task.microbatch + slices - 1 - part)
+        return 2 * (slices * task.microbatch + part - (devices - device + slices - 1)) + 1
+
+    for p in range(1, 5):
+        for m in range(1, 6):
+            own, seq = turns(p, m).verify(), seq1f1b(slices)(p, m)
+            assert own.slices == slices
+            assert own.rows == seq.rows
+
+
+@given(
+    st.sampled_from(["FB", "FIW"]),
+    st.permutations("BIFW").map("".join),
+    st.integers(2, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_slices_in_any_order_of_kinds_come_after_those_whose_keys_they_read(
+    kinds: str, urgent: str, slices: int, p: int, m: int
+) -> None:
+    listed(kinds, urgent, placement=round_robin(slices), slices=slices)(p, m).verify()
+
+
+class Bytes(NamedTuple):
+    saved: dict[int, int]
+    deferred: dict[int, int]
+
+
+@given(
+    st.sampled_from(["FB", "FIW"]),
+    st.sampled_from(["BIFW", "FBIW", "WBIF"]),
+    st.sampled_from([one_each, vee, round_robin(2)]),
+    st.tuples(st.integers(1, 3), st.integers(1, 6)),
+    st.lists(st.integers(1, 9), min_size=12, max_size=12),
+    st.floats(1, 4),
+)
+def test_no_device_keeps_more_than_its_bytes(
+    kinds: str,
+    urgent: str,
+    placement: Placement,
+    counts: tuple[int, int],
+    drawn: list[int],
+    share: float,
+) -> None:
+    """There are enough for a micro-batch on all of a device's stages. But earlier stages may leave
+    no room for later ones, so some orders are refused."""
+    p, m = counts
+    places = placement(p)
+    sizes = Bytes(dict(enumerate(drawn[:6])), dict(enumerate(drawn[6:])))
+    most = [max(pair) for pair in zip(drawn[:6], drawn[6:], strict=True)]
+    least = [sum(most[s] for s, at in enumerate(places) if at == d) for d in range(p)]
+    recipe = listed(
+        kinds,
+        urgent,
+        placement=placement,
+        memory=lambda device, devices: share * least[device],
+        sizes=sizes,
+    )
+    try:
+        schedule = recipe(p, m).verify()
+    except InputError:
+        assert len(places) > p  # with a stage a device nothing gets stuck
+        return
+    for row, one in zip(schedule.rows, least, strict=True):
+        kept: dict[tuple[int | None, int | None], int] = {}
+        for task in row:
+            after = {"F": sizes.saved, "I": sizes.deferred}.get(task.kind, {})
+            kept[task.microbatch, task.stage] = after.get(task.stage or 0, 0)
+            assert sum(kept.values()) <= share * one
+
+
+@given(st.sampled_from(["FB", "FIW"]), placements, *[st.integers(1, 5)] * 2, st.integers(4, 9))
+def test_a_limit_in_bytes_of_one_each_is_a_limit_in_microbatches(
+    kinds: str, placement: Placement, p: int, m: int, limit: int
+) -> None:
+    stages = range(4 * p)
+    ones = Bytes(dict.fromkeys(stages, 1), dict.fromkeys(stages, 1))
+    counted = listed(kinds, placement=placement, limit=limit)
+    weighed = listed(kinds, placement=placement, memory=limit, sizes=ones)
+    try:
+        rows = counted(p, m).rows
+    except InputError:
+        with pytest.raises(InputError, match="raise memory= or limit="):
+            weighed(p, m)
+        return
+    assert weighed(p, m).rows == rows
+
+
+def test_an_input_gradient_makes_room_for_what_a_weight_gradient_does_not_need() -> None:
+    sizes = Bytes({0: 2}, {0: 1})
+    rows = str(listed("FIW", "FIW", memory=3, sizes=sizes)(1, 3).verify()).splitlines()
+    assert rows[2] == "0: F0 I0 F1 I1 W0 F2 I2 W1 W2 U"
+
+
 def test_a_recompute_comes_right_before_its_backward_if_it_sorts_last() -> None:
     schedule = listed("FRB", "BFR", limit=2)(1, 3)
     assert str(schedule.verify()).splitlines()[2] == "0: F0 F1 R0 B0 F2 R1 B1 R2 B2 U"
@@ -158,6 +269,10 @@ def test_a_limit_that_lets_no_micro_batch_through_is_refused() -> None:
         ("FX", {}, "'X' is no task of a micro-batch"),
         ("FB", {"costs": {"F": -1}}, "the time of 'F' is -1"),
         ("FB", {"costs": {"B": float("nan")}}, "the time of 'B' is nan"),
+        ("FB", {"memory": 8}, "a limit in bytes takes both"),
+        ("FB", {"sizes": Bytes({}, {})}, "a limit in bytes takes both"),
+        ("FB", {"memory": "8", "sizes": Bytes({}, {})}, "memory is '8'; give bytes"),
+        ("FB", {"slices": 0}, "slices is 0; give a whole number above 0"),
     ],
 )
 def test_rules_that_make_no_schedule_are_refused(
@@ -165,6 +280,11 @@ def test_rules_that_make_no_schedule_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=said):
         listed(kinds, **options)
+
+
+def test_stages_that_no_slices_share_are_refused() -> None:
+    with pytest.raises(InputError, match=r"'mine': there are 3 stages in 2 slices; .*round_robin"):
+        listed("FB", slices=2)(3, 2)
 
 
 def test_copies_are_refused() -> None:
