@@ -261,7 +261,7 @@ class _Bytes:
         left = self._left[device]
         if left == float("inf"):
             return True
-        return left >= sum(self._most[stage] for _, stage, *_ in forwards)
+        return bool(left >= sum(self._most[entry[1]] for entry in forwards))
 
     def start(self, device: int, forward: Task) -> None:
         self._left[device] -= self._most[forward.stage or 0]

@@ -18,6 +18,10 @@ from fxpipe.extensions.search.timing import NumberedOrder, value_of
 FIRST, LAST = -1e9, 1e9
 _GAPS = (0.0, 0.5, 1.0, NEVER)
 
+_ROUNDS = 2
+"""How many orders by rounds are tried however little time there is: one of these is always good
+where memory is tight."""
+
 _SWAPS = 5
 """Swaps that count as much as a list schedule."""
 
@@ -73,19 +77,19 @@ class Local:
     ) -> None:
         """Try the given policies until a time is at most ``enough`` or ``go_on()`` is false, but
         one at least if there is no order yet. Where devices hold several stages, rounds are tried
-        in turn with them, these until ``longer()`` is false."""
-        ways = deque([(self._listed(), go_on)])
+        in turn with them, these until ``longer()`` is false, and some in any case."""
+        ways = deque([(self._listed(), go_on, 0)])
         if any(len(stages) > 1 for stages in self.problem.held):
-            ways.append((orders_by_turns(self.problem), longer or go_on))
+            ways.appendleft((orders_by_turns(self.problem), longer or go_on, _ROUNDS))
         while ways:
-            way, lasts = ways.popleft()
+            way, lasts, owed = ways.popleft()
             known = self.best is not None or self.refused is not None
             if known and self.value <= enough:
                 return
-            if known and not lasts():
+            if known and not owed and not lasts():
                 continue
             for value, order in islice(way, 1):
-                ways.append((way, lasts))
+                ways.append((way, lasts, max(0, owed - 1)))
                 self.passes += 1
                 self.offer(value, order)  # type: ignore[arg-type]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -41,16 +42,16 @@ class Turns(NamedTuple):
 
 
 def orders_by_turns(problem: Problem) -> Iterator[tuple[float, list[list[int]]]]:
-    """Yield times that the problem minimizes, for one step, and their orders. Each way to place
-    weight gradients is tried again with its idle times, for as long as that gains."""
-    for forwards, gradients in ((True, False), (True, True), (False, False), (False, True)):
-        turns, least = Turns(forwards, gradients), inf
-        while True:
-            value, order, idle = order_by_turns(problem, turns)
-            yield value, order
-            if value >= least:
-                break
-            turns, least = turns._replace(idle=idle), value
+    """Yield times that the problem minimizes, for one step, and their orders: by each way to place
+    weight gradients, and by those again with their idle times, for as long as that gains."""
+    each = product((True, False), repeat=2)
+    tries = deque((Turns(forwards, gradients), inf) for forwards, gradients in each)
+    while tries:
+        turns, least = tries.popleft()
+        value, order, idle = order_by_turns(problem, turns)
+        yield value, order
+        if value < least:
+            tries.append((turns._replace(idle=idle), value))
 
 
 def order_by_turns(

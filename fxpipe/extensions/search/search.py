@@ -26,7 +26,7 @@ _LISTED = 0.5
 """The most of the time that list schedules take, if swaps follow."""
 
 _SWAPPED = 1_000_000
-"""No swaps follow with more pairs of tasks to order: there is no time for enough of them. Ten times
+"""With more pairs of tasks to order, swaps get only the time that list schedules leave. Ten times
 as many where devices hold several stages, for which list schedules are worse."""
 
 _TIGHTENED = 6
@@ -290,7 +290,7 @@ def _solve(
     local.run(enough, lasting(_LISTED if swapped else 1.0), lasting(1.0))
     if local.best is not None:
         local.offer(value_of(problem, local.best), local.best)
-    if swapped:
+    if swapped or lasting(1.0)():
         improve(local, enough, lasting(1.0))
     return local
 

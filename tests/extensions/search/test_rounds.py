@@ -7,7 +7,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fxpipe
@@ -49,7 +49,26 @@ def in_a_v(p: int, m: int, limit: float) -> Problem:
     return problem
 
 
+UNLIKE = Problem(
+    microbatches=3,
+    placement=(0, 1, 1, 0),
+    forward=(2, 1, 1, 1),
+    backward=(1, 2, 1, 1),
+    weight=(1, 1, 2, 1),
+    update=(0, 0, 0, 0),
+    down=(1, 1, 1),
+    up=(1, 2, 1),
+    saved=(1, 1, 1, 2),
+    deferred=(1, 1, 1, 1),
+    memory=(3, 2),
+    flush=False,
+)
+"""Forwards of stage 0 could fill what the first micro-batch leaves of stage 3, so that no other
+micro-batch would find room there any more."""
+
+
 @given(st.one_of(problems((1, 4), (1, 5)), shared(), larger()))
+@example(UNLIKE)
 @settings(max_examples=60)
 def test_rounds_run_every_task_once_and_keep_to_the_memory(problem: Problem) -> None:
     for value, rows in orders_by_turns(problem):
