@@ -33,7 +33,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import A, B, C, F, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
-from fxpipe.removed import gone
 
 if TYPE_CHECKING:
     from fxpipe.entry import compile
@@ -126,8 +125,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)
     if name not in names("public"):
-        instead = gone(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return find("public", name, f"{__name__}.{name}")
 
 

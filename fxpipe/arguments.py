@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
-from typing import Any, cast, get_args
+from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 import torch
 from torch import nn
@@ -17,10 +18,37 @@ from fxpipe.extend import Extension, LateSchedule, find, names, option
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.schedule import Recompute, RecomputeLike
-from fxpipe.removed import SCHEDULES
 from fxpipe.runtime.batch import BatchDims
 
 ScheduleLike = str | Schedule | Recipe | LateSchedule | Callable[..., Any]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ELSEWHERE = {
+    **dict.fromkeys(("chunks", "n_microbatches", "num_microbatches"), "microbatches"),
+    **dict.fromkeys(("balance", "split_spec"), "partition"),
+    **dict.fromkeys(("checkpoint", "activation_checkpointing"), "recompute"),
+    **dict.fromkeys(("loss_fn", "criterion"), "loss"),
+    **dict.fromkeys(("max_norm", "gradient_clip_val"), "clip_norm"),
+    "args": "example",
+}
+"""What other libraries call an argument → what it is called here."""
+
+
+def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that raises InputError for a keyword that it does not have, with the one meant."""
+    known = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in known:
+                own = f'write extensions=["{name}"]' if name in names("extension") else ""
+                hint = own or near(ELSEWHERE.get(name, name), known)
+                raise InputError(f"{function.__name__} has no argument {name!r}; {hint}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def read_late(schedule: ScheduleLike) -> LateSchedule | None:
@@ -57,8 +85,6 @@ def _recipe(schedule: ScheduleLike, devices: int) -> Recipe:
     if isinstance(schedule, str) and "\n" in schedule:
         schedule = Schedule.parse(schedule)
     if isinstance(schedule, str):
-        if schedule in SCHEDULES:
-            raise InputError(f"schedule {schedule!r} was removed; {SCHEDULES[schedule]}")
         return find_recipe(schedule)
     if isinstance(schedule, Recipe):
         return schedule

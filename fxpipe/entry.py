@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from fxpipe.extend import Extension, find
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
-from fxpipe.removed import refuse_removed
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
@@ -36,6 +35,7 @@ _compiling = threading.RLock()
 """Guards ``_compiled``."""
 
 
+@arguments.with_near_names
 def compile(
     model: nn.Module,
     devices: Devices,
@@ -53,7 +53,6 @@ def compile(
     batch_dims: BatchDims | None = None,
     partition: str | Sequence[str] | Partition = "auto",
     extensions: Sequence[Extension | str] = (),
-    **removed: Never,
 ) -> Pipeline:
     """Cut a model into stages, one or more for each device, and return a pipeline that trains it.
 
@@ -149,7 +148,6 @@ def compile(
             ``fxpipe.Partition`` with memory limits, device speeds or links.
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
-        removed: arguments of earlier versions, all of which are refused. See docs/removed.md.
 
     Returns:
         The pipe: a module with the parameters, buffers and submodules of the model.
@@ -158,7 +156,6 @@ def compile(
         InputError: an argument is wrong; the error says which one and what to do.
         TraceError, PartitionError: with ``example``, as in ``Pipeline.step``.
     """
-    refuse_removed(removed)
     if isinstance(model, Pipeline):
         raise InputError("the model is a pipe already; compile the module that it was made of")
     group, places = read_group(devices)

@@ -25,7 +25,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
-from fxpipe.removed import gone
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.torchtools.meta import load_part
 from fxpipe.torchtools.state import HOOKS
@@ -397,11 +396,9 @@ class Pipeline(nn.Module):
             return view.__get__(self, Pipeline)  # its error again, which names the extension
         try:
             return super().__getattr__(name)
-        except AttributeError as error:
+        except AttributeError:
             options = vars(self).get("_options")
             if options is None or name.startswith("__") or not hasattr(options.model, name):
-                if instead := gone(f"pipe.{name}"):
-                    raise AttributeError(f"{error}{instead}") from None
                 raise
         return getattr(options.model, name)
 

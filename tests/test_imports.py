@@ -48,7 +48,6 @@ LAYERS = {
         "fxpipe.engine",
         "fxpipe.entry",
         "fxpipe.pipeline",
-        "fxpipe.removed",
         "fxpipe.signature",
         "fxpipe.locks",
     ),

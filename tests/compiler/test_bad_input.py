@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from fxpipe import (
     InputError,
     PartitionError,
 )
+from fxpipe.arguments import ELSEWHERE
 from fxpipe.errors import near
 from fxpipe.schedules import one_f_one_b
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
@@ -25,6 +27,37 @@ from tests.helpers.tiny import Snapshot, Tiny
 from tests.oracles import loop
 
 # arguments of compile
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("chunks", "did you mean 'microbatches'?"),
+        ("balance", "did you mean 'partition'?"),
+        ("microbatchs", "did you mean 'microbatches'"),
+        ("loss_fn", "did you mean 'loss'?"),
+        ("cuda_graphs", 'write extensions=["cuda_graphs"]'),
+        ("xyzzy", "the known ones are 'batch_dims', 'clip_norm', "),
+    ],
+)
+def test_an_argument_that_compile_does_not_have_is_refused_with_the_one_meant(
+    name: str, hint: str
+) -> None:
+    given: Any = {name: 4}
+    with pytest.raises(InputError) as raised:
+        fxpipe.compile(nn.Linear(2, 2), ["cpu"], **given)
+    assert str(raised.value).startswith(f"compile has no argument {name!r}; {hint}")
+
+
+def test_what_other_libraries_call_an_argument_leads_to_one_that_is_there() -> None:
+    assert set(ELSEWHERE.values()) <= set(inspect.signature(fxpipe.compile).parameters)
+
+
+def test_the_signature_of_compile_is_what_its_definition_says() -> None:
+    shown = inspect.signature(fxpipe.compile)
+    assert shown == inspect.signature(inspect.unwrap(fxpipe.compile))
+    kinds = {parameter.kind for parameter in shown.parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize(
