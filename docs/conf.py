@@ -15,7 +15,7 @@ from sphinx.writers.html5 import HTML5Translator
 # Sphinx reads nothing outside of its folder
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from generated import MARK, passes_table  # noqa: E402
+from generated import MARKS  # noqa: E402
 
 shutil.copytree(HERE.parent / "notebooks", HERE / "notebooks", dirs_exist_ok=True)
 
@@ -67,9 +67,10 @@ def relative_paths(app: Sphinx, page: nodes.document) -> None:
 
 
 def made_of_code(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put the table of passes where a page has its mark."""
-    if MARK in source[0]:
-        source[0] = source[0].replace(MARK, passes_table())
+    """Put tables that are made of the code where a page has their marks."""
+    for mark, table in MARKS.items():
+        if mark in source[0]:
+            source[0] = source[0].replace(mark, table())
 
 
 def setup(app: Sphinx) -> None:

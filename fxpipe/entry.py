@@ -101,7 +101,7 @@ def compile(
             also chooses ``microbatches``, ``recompute`` and which stages offload
             (``fxpipe.Offload``) unless you give them. A batch that is larger than all before makes
             it choose again, except over replicas. "auto-2bw" chooses all of this for "2bw", which
-            has no flush. See docs/planner.md.
+            has no flush. See docs/searching.md.
         microbatches: the number of parts that a batch is split into; by default four for each
             device. A batch with fewer samples than that, as the last of an epoch may be, is split
             into single samples.

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import re
 import runpy
+import shutil
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from fxpipe import errors, schedules
 from fxpipe.compiler.passes import LISTS
-from fxpipe.ir.instruction import OPCODES, every_opcode
+from fxpipe.ir.instruction import every_opcode
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import BUILT_IN, KINDS
 from fxpipe.ir.value import Buffer
@@ -24,6 +25,7 @@ from tests.test_readme import run
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+GENERATED = str(DOCS / "generated.py")
 
 ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|(.*)$", re.MULTILINE)
 
@@ -42,26 +44,37 @@ def _nothing_stays() -> Iterator[None]:
     RECIPES.update(before)
 
 
-def rows(page: str, begin: str = "") -> dict[str, tuple[str, str]]:
-    """The first cell of the rows of a page's first table, or of the one that begins like this → the
-    second, and what follows."""
-    text = (DOCS / page).read_text()
+def rows(text: str, begin: str) -> dict[str, tuple[str, str]]:
+    """The first cell of the rows of the table that begins like this → the second, and the rest."""
     table = text[text.index(begin) :].partition("|---|")[2].partition("\n\n")[0]
     return {m[1]: (m[2], m[3]) for m in ROW.finditer(table)}
 
 
-def words(text: str) -> list[str]:
-    """Prose and code without their marks."""
-    return re.sub(r"`|Roughly: |\.$", "", text).split()
+def made_of_code() -> dict[str, str]:
+    """Mark → the table that stands in its place on a built page."""
+    return {mark: table() for mark, table in runpy.run_path(GENERATED)["MARKS"].items()}
 
 
-def test_every_instruction_is_on_its_page_as_its_source_says() -> None:
-    told, of_extensions = rows("instructions.md"), rows("instructions.md", "| of an extension |")
-    assert list(told) == list(OPCODES)
-    told |= of_extensions
-    for word, made in every_opcode().items():
-        source = inspect.getdoc(made) or ""
-        assert words(told[word][0]) == words(source.partition("\n\n")[0])
+def table_of(what: str) -> str:
+    return made_of_code()[f"<!-- the table of {what} -->"]
+
+
+def test_every_table_that_is_made_of_the_code_has_one_place() -> None:
+    marks = re.findall(r"<!--.*?-->", "".join(page.read_text() for page in PAGES))
+    assert sorted(marks) == sorted(made_of_code())
+
+
+def test_the_table_of_instructions_has_a_sentence_for_each() -> None:
+    told = rows(table_of("instructions"), "| opcode |")
+    assert list(told) == list(every_opcode())
+    assert all(sentence.strip() for sentence, _ in told.values())
+
+
+def test_the_table_of_extensions_has_a_sentence_for_each_folder() -> None:
+    told = rows(table_of("extensions"), "| folder |")
+    folders = (DOCS.parent / "fxpipe" / "extensions").glob("*/__init__.py")
+    assert told.keys() == {path.parent.name for path in folders}
+    assert all(sentence.strip() for sentence, _ in told.values())
 
 
 def test_every_kind_of_buffer_is_on_the_page_of_instructions() -> None:
@@ -70,13 +83,11 @@ def test_every_kind_of_buffer_is_on_the_page_of_instructions() -> None:
         assert re.search(rf"^\| .*`{kind}`.* \|", page, re.MULTILINE), kind
 
 
-def test_the_table_of_passes_has_a_sentence_for_each_and_a_place_on_its_page() -> None:
-    told = runpy.run_path(str(DOCS / "generated.py"))
-    table = told["passes_table"]().split("\n")[2:]
+def test_the_table_of_passes_has_a_sentence_for_each() -> None:
+    table = table_of("passes").split("\n")[2:]
     passes = [each.name for made in LISTS.values() for each in made]
     assert [row.split(" | ")[1] for row in table] == [f"`{name}`" for name in passes]
     assert all(row.split(" | ")[2].strip() for row in table)
-    assert (DOCS / "passes.md").read_text().count(told["MARK"]) == 1
 
 
 def test_all_that_the_page_of_the_architecture_names_is_there() -> None:
@@ -93,7 +104,7 @@ def test_all_that_the_page_of_the_architecture_names_is_there() -> None:
         if not {"passes", "schedules"} & set(path.relative_to(DOCS.parent).parts[1:])
     }
     told = {name.rstrip("/") for name in named}
-    told |= {f"fxpipe/extensions/{name}" for name in rows("extensions.md", "| folder |")}
+    told |= {f"fxpipe/extensions/{name}" for name in rows(table_of("extensions"), "| folder |")}
     assert folders <= told, f"say in a sentence what is in {sorted(folders - told)}"
 
 
@@ -117,8 +128,8 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_every_kind_of_task_is_on_the_page_of_the_language_with_its_cost() -> None:
-    told = rows("language.md")
+def test_every_kind_of_task_is_on_the_page_of_schedules_with_its_cost() -> None:
+    told = rows((DOCS / "schedules.md").read_text(), "| task |")
     assert told.keys() == BUILT_IN
     for letter in BUILT_IN:
         name, rest = told[letter]
@@ -143,6 +154,9 @@ def test_the_code_of_a_page_gives_what_stands_there(
         for block, real in reversed(outputs):
             page = page[: block.start] + real + page[block.end :]
         path.write_text(page)
+        for picture in (DOCS / "pictures").iterdir():
+            if Path(picture.name).exists():
+                shutil.copy(picture.name, picture)
         return
     for block, real in outputs:
         assert block.text == real

@@ -168,7 +168,7 @@ def lives(
 
 
 def limit_of(copies: float, devices: int) -> float:
-    """What a device may hold, 5 % above the sum of docs/training.md by hand: two layers, so many
+    """What a device may hold, 5 % above the sum of docs/memory.md by hand: two layers, so many
     times; what each layer keeps of the micro-batches in flight, as many as there are devices, is
     its input and its tanh, and a device has at most four values that cross."""
     # an update comes when nothing is kept any more

@@ -196,7 +196,7 @@ _COMPILE = Pass(compile_stages, "plan, threads, own", "plan")
 @dataclass(frozen=True)
 class Inductor(Extension):
     """Compile the graphs of every stage with torch's inductor: the forward, the backward and its
-    halves, for each micro-batch size that occurs, in steps and in calls; see docs/compiled.md.
+    halves, for each micro-batch size that occurs, in steps and in calls; see docs/memory.md.
 
     Results equal the model's to rounding; they are still the same for every schedule, recomputation
     and dispatch, and random numbers are those that are drawn without it. The first compilation

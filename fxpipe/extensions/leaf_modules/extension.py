@@ -25,7 +25,7 @@ class LeafModules(Extension):
     Autograd then runs the backward in every stage. The sizes of what a leaf module returns must not
     depend on values, because the graph has the sizes of the first micro-batch. A submodule around
     a line that cannot be traced becomes a leaf module by itself, with a warning; see
-    docs/training.md. So ``compile`` has this extension, without modules, if it is not given.
+    docs/tracing.md. So ``compile`` has this extension, without modules, if it is not given.
 
     Args:
         modules: names of submodules, their classes, or the submodules themselves.

@@ -132,7 +132,7 @@ class Leaves(Fallback):
         LOGGER.warning(
             "the loss %s, which a graph would not do. It is therefore called as it is, once for "
             "each micro-batch: %s. To log numbers of the batch without this cost, return them as "
-            "tensors beside the loss, see docs/losses.md",
+            "tensors beside the loss, see docs/training.md",
             why,
             _COST,
         )

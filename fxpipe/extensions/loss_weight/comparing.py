@@ -172,7 +172,7 @@ def advice(difference: Difference, objective: Objective, samples: str) -> str:
             )
     return (
         f"the losses of micro-batches, {how}, make {difference.made:.6g}{samples}, and the loss of "
-        f"their joined outputs is {difference.whole:.6g}: {why}; {cure}. See docs/losses.md"
+        f"their joined outputs is {difference.whole:.6g}: {why}; {cure}. See docs/training.md"
     )
 
 

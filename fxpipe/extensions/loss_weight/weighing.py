@@ -201,7 +201,7 @@ def _of_graph(objective: Objective, wrong: Divisor) -> str:
         "losses of micro-batches are averaged by their samples, which are not in proportion to "
         "these targets: the loss is not that of the whole batch, nor are its gradients. Give "
         "fxpipe.compile(..., extensions=[fxpipe.LossWeight(function)]) a function of "
-        f"{of} that returns what the loss of a micro-batch is divided by. See docs/losses.md"
+        f"{of} that returns what the loss of a micro-batch is divided by. See docs/training.md"
     )
 
 

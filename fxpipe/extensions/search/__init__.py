@@ -1,1 +1,1 @@
-"""The search for the best schedule for given times and memory, with a bound and a certificate."""
+"""The search for the best schedule for given times and memory, and a bound."""

@@ -1,5 +1,5 @@
-"""Closed forms are what the simulator finds, also where they were not checked, and what README
-says."""
+"""Closed forms are what the simulator finds, also where they were not checked, and what the page of
+schedules says."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from fxpipe.extensions.simulator import simulate_schedule
 from fxpipe.ir.recipe import find_recipe, round_robin
 from tests.helpers.profiles import deep
 
-README = (Path(__file__).parents[3] / "README.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
 ROWS = {
     cells[0].strip("` "): cells
-    for line in README.splitlines()
+    for line in PAGE.splitlines()
     if line.startswith("| `") and len(cells := line.strip("|").split("|")) == 5
 }
-"""Schedule → its row in README: name, bubble, in between, micro-batches kept, what it is for."""
+"""Schedule → its row on the page of schedules: name, bubble, in between, micro-batches kept, what
+it is for."""
 
 
 def _read(text: str) -> Any:
-    """An expression of README's table, where numbers and letters stand side by side for products.
+    """An expression of the page's table, where numbers and letters stand side by side for products.
     A condition after a comma is left out."""
     text = text.split(",")[0].replace("−", "-").replace("½", "1/2").replace("→", "").strip()
     text = re.sub(r"(\d|\bv)\s*(?=[mpv(])", r"\1*", text)
@@ -48,7 +49,7 @@ def _equal_times(form: Any) -> Any:
     "name",
     ["naive", "gpipe", "1f1b", "zb-h1", *deep("zb-h2", "zb-v", "looped-bfs", "interleaved-1f1b")],
 )
-def test_readmes_table_has_the_closed_forms(name: str) -> None:
+def test_the_table_of_schedules_has_the_closed_forms(name: str) -> None:
     found = formulas(find_recipe(name), most=8 if name == "zb-h2" else 6)
     _, bubble, _, kept, _ = ROWS[name]
     assert sympy.simplify(_equal_times(found.bubble.form) - _read(bubble)) == 0

@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "extensions.md"
 
 def of_the_page() -> Extension:
     """The extension of docs/extensions.md."""
-    code = re.search(r"^### A transport of.*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    code = re.search(r"^### A transport$.*?^```python\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
     assert code is not None and code[1].count("\n") <= 40
     names: dict[str, Any] = {"fxpipe": fxpipe, "torch": torch, "nn": nn, "Extension": Extension}
     exec(compile(code[1], str(PAGE), "exec"), names)

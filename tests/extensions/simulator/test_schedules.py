@@ -35,7 +35,7 @@ from tests.verify.test_program_faults import without
 from tests.verify.test_schedule import accepts, too_many
 from tests.verify.test_sums import edited_sums, sum_edits
 
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
 
 
 @by_name
@@ -63,7 +63,7 @@ def test_the_simulator_takes_every_schedule_of_the_library(name: str) -> None:
 
 def test_the_bubble_in_the_table_of_schedules_is_that_of_their_simulations() -> None:
     halves = {"F": 1, "I": 1, "W": 1, "B": 2, "U": 0}
-    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]*) \| ([^|]*) \|", README.read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]*) \| ([^|]*) \|", PAGE.read_text(), re.MULTILINE)
     checked = []
     for name, bubble, between in rows:
         formula, _, where = bubble.replace("v m", "2m").partition(", ")
