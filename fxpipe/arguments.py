@@ -21,8 +21,8 @@ from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 
 ScheduleLike = str | Schedule | Recipe | LateSchedule | Callable[..., Any]
-P = ParamSpec("P")
-R = TypeVar("R")
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
 
 ELSEWHERE = {
     **dict.fromkeys(("chunks", "n_microbatches", "num_microbatches"), "microbatches"),
@@ -35,12 +35,12 @@ ELSEWHERE = {
 """What other libraries call an argument → what it is called here."""
 
 
-def with_near_names(function: Callable[P, R]) -> Callable[P, R]:
+def with_near_names(function: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
     """A function that raises InputError for a keyword that it does not have, with the one meant."""
     known = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         for name in kwargs:
             if name not in known:
                 own = f'write extensions=["{name}"]' if name in names("extension") else ""

@@ -329,7 +329,7 @@ def _constant(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return type(value), value
     if value.is_cpu and value.dim() == 0 and not value.is_floating_point():
-        return value.dtype, value.item()  # on the host by ``CudaLanes.bring``
+        return value.dtype, value.item()  # on the host by ``Lanes.bring``
     return None
 
 
