@@ -51,6 +51,9 @@ def kernel(command: list[str], folder: str, ready: Connection) -> None:
     """Runs a kernel in this process."""
     from ipykernel.kernelapp import IPKernelApp
 
+    from fxpipe import progress
+
+    progress.AFTER = 600.0  # a busy machine would show the line of a long compilation
     # with less work a stage may be measured as the slowest, as others run beside it
     logging.getLogger("fxpipe").addFilter(
         lambda record: "times the mean" not in record.getMessage()

@@ -27,7 +27,7 @@ from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
 from fxpipe.random import LAYOUTS
 
 _FORMAT = 8
-"""Count this up when libraries that earlier versions of fxpipe compiled must not be used."""
+"""Count this up when libraries that are in the folder already must not be used."""
 
 aten = torch.ops.aten
 
