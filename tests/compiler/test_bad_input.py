@@ -21,8 +21,10 @@ from fxpipe import (
 )
 from fxpipe.arguments import ELSEWHERE
 from fxpipe.errors import near
+from fxpipe.extend import Extension, register
 from fxpipe.schedules import one_f_one_b
 from tests.helpers.refusals import SGD, X, Y, compiled, refused, stepped
+from tests.helpers.registered import registry_restored
 from tests.helpers.tiny import Snapshot, Tiny
 from tests.oracles import loop
 
@@ -36,7 +38,6 @@ from tests.oracles import loop
         ("balance", "did you mean 'partition'?"),
         ("microbatchs", "did you mean 'microbatches'"),
         ("loss_fn", "did you mean 'loss'?"),
-        ("cuda_graphs", 'write extensions=["cuda_graphs"]'),
         ("xyzzy", "the known ones are 'batch_dims', 'clip_norm', "),
     ],
 )
@@ -47,6 +48,14 @@ def test_an_argument_that_compile_does_not_have_is_refused_with_the_one_meant(
     with pytest.raises(InputError) as raised:
         fxpipe.compile(nn.Linear(2, 2), ["cpu"], **given)
     assert str(raised.value).startswith(f"compile has no argument {name!r}; {hint}")
+
+
+def test_an_extension_that_is_given_as_an_argument_is_refused_with_where_it_belongs() -> None:
+    given: Any = {"tapestry": True}
+    with registry_restored(), pytest.raises(InputError) as raised:
+        register("extension", "tapestry", Extension)
+        fxpipe.compile(nn.Linear(2, 2), ["cpu"], **given)
+    assert str(raised.value).endswith("'tapestry'; write extensions=[\"tapestry\"]")
 
 
 def test_what_other_libraries_call_an_argument_leads_to_one_that_is_there() -> None:
