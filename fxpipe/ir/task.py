@@ -16,6 +16,10 @@ from fxpipe.ir.value import batch_mark
 if TYPE_CHECKING:
     from torch import Tensor
 
+Key = tuple[str, int | None, int]
+"""Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the copy's
+device for a micro-batch."""
+
 READABLE = ("gradients", "parameters")
 """What a task of a user's own may read of its stage."""
 
@@ -61,6 +65,7 @@ class TaskKind:
             which makes its inputs.
         gathers: letters of the tasks on all stages, for all micro-batches, that come before it.
         cost: the time that it takes where nothing is measured; a forward takes 1.
+        lacking: where every stage must have one, what to do about a stage that has none.
         reads: for a user's own kind, which of READABLE it reads.
         writes: for a user's own kind, which of WRITABLE it changes.
         run: for a user's own kind, the function that it runs.
@@ -74,6 +79,7 @@ class TaskKind:
     next: str = ""
     gathers: str = ""
     cost: float = 1.0
+    lacking: str = "add it"
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     run: Callable[[TaskContext], None] | None = None
@@ -89,8 +95,22 @@ KINDS: dict[str, TaskKind] = {
         TaskKind("R", "recompute", follows="FP", cost=1.0),
         TaskKind("O", "offload", follows="F", cost=1.0),
         TaskKind("P", "prefetch", follows="O", cost=1.0),
-        TaskKind("A", "reduce", per_microbatch=False, follows="BIW", cost=0.1),
-        TaskKind("C", "clip", per_microbatch=False, gathers="BIWA", cost=0.1),
+        TaskKind(
+            "A",
+            "reduce",
+            per_microbatch=False,
+            follows="BIW",
+            cost=0.1,
+            lacking="let every stage sum its gradients over the replicas, or none",
+        ),
+        TaskKind(
+            "C",
+            "clip",
+            per_microbatch=False,
+            gathers="BIWA",
+            cost=0.1,
+            lacking="clip every stage or none",
+        ),
         TaskKind("U", "update", per_microbatch=False, follows="FBIWRAC", cost=0.5),
     )
 }

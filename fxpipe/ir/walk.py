@@ -17,7 +17,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, Launch
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, Task, usual_cost
+from fxpipe.ir.task import KINDS, Key, Task, usual_cost
 from fxpipe.ir.value import Buffer
 
 Wait = tuple[int, int, int]
@@ -28,10 +28,6 @@ A position that waits for itself waits for ever.
 
 Waits = Sequence[Sequence[Wait]]
 """Row → its waits, by position."""
-
-Key = tuple[str, int | None, int]
-"""Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the copy's
-device for a micro-batch."""
 
 _CONNECTED = frozenset(get_args(ins.Send | ins.Receive | ins.Stash | ins.Pop | ins.Meeting))
 """The instructions that others wait for, or that wait for others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from numbers import Integral
@@ -10,8 +10,8 @@ from numbers import Integral
 from fxpipe.errors import Fault, VerificationError
 from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule, delay_text
-from fxpipe.ir.task import is_task
-from fxpipe.ir.walk import needs_of
+from fxpipe.ir.task import Key, is_task
+from fxpipe.ir.walk import Wait, needs_of, walk
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify.tasks import (
     Spot,
@@ -19,9 +19,8 @@ from fxpipe.verify.tasks import (
     ascending,
     complete,
     counts_faults,
-    dependencies,
-    gradients_used_up,
     pairs,
+    too_early,
 )
 
 
@@ -79,7 +78,7 @@ def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
     """Return the window, its faults, and whether its tasks are complete and well-formed."""
     _refuse(schedule, list(_frame(schedule)))
     window = Window(schedule)
-    faults = [*window.faults, *complete(window, updates=window.trains)]
+    faults = [*window.faults, *complete(window, _everywhere(schedule, window))]
     whole = not faults
     if schedule.copies:
         faults += find("option", "run_together", f"schedule {schedule.name!r}")(window)
@@ -88,6 +87,53 @@ def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
     faults += dependencies(window, needs_of(schedule))
     faults += gradients_used_up(window)
     return window, faults, whole
+
+
+def _everywhere(schedule: Schedule, window: Window) -> list[str]:
+    """The kinds of tasks that come once a step and that every stage must have."""
+    there = {kind for kind, _, _ in window.spots}
+    return [*("U" if window.trains else ""), *(kind for kind in "AC" if kind in there)]
+
+
+def dependencies(window: Window, needs: Callable[[Key], Iterable[Key]]) -> Iterator[Fault]:
+    """Check that each task comes after those that it needs, and that no devices deadlock."""
+    waits: list[list[Wait]] = [[] for _ in window.schedule.rows]
+    spots, seconds = window.spots, window.seconds
+    for key, at in spots.items():
+        late: Spot | None = None
+        for needed in needs(key):
+            on = spots.get(needed)
+            if on is None:
+                continue  # reported as missing, or optional
+            if on.device == at.device:
+                if on.moment > (at if late is None else late).moment:
+                    late = on
+            elif on.batch == at.batch:
+                # what a forward makes leaves at the end of its pair
+                end = on.position + ((on.device, on.position + 1) in seconds)
+                waits[at.device].append((at.position, on.device, end))
+            elif on.batch < at.batch:
+                yield window.fault(at, *too_early(window, at, on))
+        if late is not None:
+            yield window.fault(at, *too_early(window, at, late))
+    yield from walk(window.ends, waits).faults(
+        window.text, "reorder one of the devices of the circle"
+    )
+
+
+def gradients_used_up(window: Window) -> Iterator[Fault]:
+    """Check that a user's task gets the gradients that it needs: the update uses them up."""
+    for of_stage in window.by_stage:
+        update: Spot | None = None
+        for _, letter, _, spot in of_stage:
+            kind = window.kinds[letter]
+            if letter == "U":
+                update = spot
+            elif update and "gradients" in (*kind.reads, *kind.writes):
+                where = f"{window.text(*update[:2])}, position {update.position}"
+                yield window.fault(
+                    spot, f"it needs gradients that {where}, has used up", "move it before that"
+                )
 
 
 def _refuse(schedule: Schedule, faults: list[Fault]) -> None:

@@ -16,7 +16,7 @@ The window of tasks repeats in each step. The rules look at one window and yet h
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,9 +24,9 @@ from fxpipe.errors import Fault, near
 from fxpipe.formatting import numbers_text
 from fxpipe.ir.instruction import Wrong
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BESIDE_FORWARD, KINDS, Task, TaskKind
+from fxpipe.ir.task import BESIDE_FORWARD, KINDS, Key, Task, TaskKind
 from fxpipe.ir.value import FURTHEST
-from fxpipe.ir.walk import Key, Place, Wait, key_index, walk
+from fxpipe.ir.walk import Place, key_index
 
 _MISSING = 10_000
 """The most missing forwards that are reported one by one."""
@@ -214,24 +214,16 @@ def counts_faults(
         )
 
 
-def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault]:
+def complete(window: Window, everywhere: Collection[str]) -> Iterator[Fault]:
     """Check that no task is missing, and that backwards are whole or in halves, not both.
 
     Args:
         window: the tasks.
-        updates: whether every stage must have an update.
-        replicas: the number of replicas; with several, every stage must sum its gradients.
+        everywhere: the kinds that come once a step and that every stage must have.
     """
     spots = window.spots
-    present = {kind for kind, _, _ in spots}
-    offloads = not present.isdisjoint("OP")
-    copies = window.schedule.working or ((),) * window.schedule.stages
-    gives = "add" in window.kinds and any(copies) and window.trains  # in a program
-    clips = "C" in present
-    reduces = ("A" in present and not gives) or (replicas > 1 and window.trains)
+    offloads = any(kind in "OP" for kind, _, _ in spots)
     for stage, device in enumerate(window.schedule.placement):
-        once = {"U": updates, "A": reduces, "C": clips, "norm": clips, "gather": reduces}
-        once |= {"weights": "weights" in present, "add": gives and bool(copies[stage])}
         lacks: dict[str, list[int]] = defaultdict(list)
         for i in range(window.schedule.microbatches):
             if ("F", i, stage) not in spots:
@@ -261,14 +253,10 @@ def complete(window: Window, updates: bool, replicas: int = 1) -> Iterator[Fault
             yield Fault(
                 f"stage {stage} has no {name} of {microbatches_text(indices)}", "add it", device
             )
-        for kind, needed in once.items():
-            if needed and kind in window.kinds and (kind, None, stage) not in spots:
-                cure = _EACH.get(kind, "add it")
-                yield Fault(f"stage {stage} has no {window.kinds[kind].name}", cure, device)
-        for copy in copies[stage] if reduces or gives else ():
-            if ("A", copy, stage) not in spots:
-                what = f"its copy of stage {stage} has no {window.kinds['A'].name}"
-                yield Fault(what, "let it give its gradients behind its last backward", copy)
+        for kind in everywhere:
+            if (kind, None, stage) not in spots:
+                known = window.kinds[kind]
+                yield Fault(f"stage {stage} has no {known.name}", known.lacking, device)
 
 
 def pairs(window: Window) -> Iterator[Fault]:
@@ -297,15 +285,6 @@ def _offload(window: Window, i: int, stage: int) -> Iterator[Fault]:
         yield window.fault(back, "it fetches what is never stored", "add its O behind the forward")
 
 
-_EACH = {
-    "add": "let it add what its copies give",
-    "A": "let every stage sum its gradients over the replicas, or none",
-    "C": "clip every stage or none",
-    "norm": "clip every stage or none",
-}
-"""Kind → the cure where a stage lacks it."""
-
-
 def ascending(window: Window) -> Iterator[Fault]:
     """Check that each stage's forwards take the micro-batches in order, as they write buffers such
     as BatchNorm's statistics, and finish a batch before the next begins. Gradients may be added in
@@ -332,73 +311,17 @@ def ascending(window: Window) -> Iterator[Fault]:
             )
 
 
-def dependencies(window: Window, needs: Callable[[Key], Iterable[Key]]) -> Iterator[Fault]:
-    """Check that each task comes after those that it needs, and that no devices deadlock."""
-    waits: list[list[Wait]] = [[] for _ in window.schedule.rows]
-    spots, seconds = window.spots, window.seconds
-    for key, at in spots.items():
-        late: Spot | None = None
-        for needed in needs(key):
-            on = spots.get(needed)
-            if on is None:
-                continue  # reported as missing, or optional
-            if on.device == at.device:
-                if on.moment > (at if late is None else late).moment:
-                    late = on
-            elif on.batch == at.batch:
-                # what a forward makes leaves at the end of its pair
-                end = on.position + ((on.device, on.position + 1) in seconds)
-                waits[at.device].append((at.position, on.device, end))
-            elif on.batch < at.batch:
-                yield _too_early(window, at, on)
-        if late is not None:
-            yield _too_early(window, at, late)
-    yield from walk(window.ends, waits).faults(
-        window.text, "reorder one of the devices of the circle"
-    )
-
-
-def _too_early(window: Window, at: Spot, on: Spot) -> Fault:
-    steps = at.batch - on.batch
-    text = window.text(*on[:2])
+def too_early(window: Window, at: Spot, on: Spot) -> Wrong:
+    """What is wrong with what stands at a spot and needs what its batch runs later."""
+    steps, text = at.batch - on.batch, window.text(*on[:2])
     if not steps:
         what = f"it comes before {text}, position {on.position}, which it needs"
-        return window.fault(at, what, "move it behind that")
-    return window.fault(
-        at,
+        return what, "move it behind that"
+    return (
         f"its batch runs {text}, which it needs, only {steps_later(steps)}: device {on.device}, "
         f"position {on.position}",
         "let both stand for the same batch, or that one for a later batch",
     )
-
-
-def gradients_used_up(window: Window) -> Iterator[Fault]:
-    """Check that a user's task gets the gradients that it needs.
-
-    They are gone while the replicas sum them, and after the update of their batch.
-    """
-    for of_stage in window.by_stage:
-        update: Spot | None = None
-        summing: Spot | None = None
-        for _, kind, _, spot in of_stage:
-            if kind == "A" and "gather" in window.kinds:
-                summing = spot
-            elif kind == "gather":
-                summing = None
-            if kind == "U":
-                update = spot
-                continue
-            task, gone = window.kinds[kind], summing or update
-            if gone and "gradients" in (*task.reads, *task.writes):
-                did, where = ("used up", "that")
-                if summing:
-                    did, where = ("sent to be summed", "that, or behind the stage's all_gather")
-                yield window.fault(
-                    spot,
-                    f"it needs gradients that {window.text(*gone[:2])}, position {gone.position}, "
-                    f"has {did}",
-                    f"move it before {where}",
-                )
 
 
 def microbatches_text(indices: Sequence[int]) -> str:

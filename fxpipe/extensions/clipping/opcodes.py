@@ -8,13 +8,13 @@ after:   0: F0 B2' F1 B3' F2 B0 F3 B1 C' U'      2: F0 B0 F1 B1 F2 B2 F3 B3 C' U
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fxpipe.ir.opcodes.base import OncePerStep
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import Task, TaskKind
+from fxpipe.ir.task import KINDS, Task, TaskKind
 from fxpipe.ir.value import Buffer, norm_buffer
 
 if TYPE_CHECKING:
@@ -24,12 +24,24 @@ if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
+class _Clipping(OncePerStep):
+    __slots__ = ()
+
+    @classmethod
+    def of_every_stage(cls, program: Program, there: Container[str]) -> bool:
+        return "C" in there
+
+
 @dataclass(frozen=True, slots=True)
-class Norm(OncePerStep):
+class Norm(_Clipping):
     """Send a stage's gradient norms to all stages. Roughly: norms = [g.norm() for g in …]."""
 
     opcode = "norm"
-    stands_for = TaskKind("norm", "norm", per_microbatch=False)
+    stands_for = TaskKind("norm", "norm", per_microbatch=False, lacking=KINDS["C"].lacking)
+
+    @property
+    def needs(self) -> Sequence[str]:
+        return ("gradients",)
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         every = range(program.stages)
@@ -46,7 +58,7 @@ class Norm(OncePerStep):
 
 
 @dataclass(frozen=True, slots=True)
-class Clip(OncePerStep):
+class Clip(_Clipping):
     """Scale a stage's gradients by the norm over all stages.
 
     Roughly: gradients[stage] *= min(1, limit / norm(all norms)).
@@ -54,6 +66,10 @@ class Clip(OncePerStep):
 
     opcode = "clip"
     task = "C"
+
+    @property
+    def needs(self) -> Sequence[str]:
+        return ("norm",)
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         every = range(program.stages)

@@ -8,12 +8,13 @@ So copies cannot diverge, and optimizers and checkpoints need not know of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxpipe.extend import find
 from fxpipe.ir.opcodes.base import Instruction, OncePerStep, Wrong
-from fxpipe.ir.task import TaskKind
+from fxpipe.ir.task import KINDS, TaskKind
 from fxpipe.ir.value import Buffer, own_buffer
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class Give(Instruction):
     copy: int
     batch: int = 0
 
+    @property
+    def needs(self) -> Sequence[str]:
+        return KINDS["A"].follows
+
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         return (own_buffer("sums", self.stage, self.copy, self.batch),)
 
@@ -91,7 +96,14 @@ class Add(_AtHome):
     """
 
     opcode = "add"
-    stands_for = TaskKind("add", "add", per_microbatch=False)
+    sums = True
+    stands_for = TaskKind(
+        "add",
+        "add",
+        per_microbatch=False,
+        follows="BIW",
+        lacking="let it add what its copies give",
+    )
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         copies = program.copies_of(self.stage)

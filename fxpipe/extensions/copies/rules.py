@@ -37,8 +37,19 @@ def copies_faults(
 
 def run_together(window: Window) -> Iterator[Fault]:
     """Check that one device runs all tasks of a micro-batch on a stage: the stage's own device or
-    that of a copy. Tasks of a user's own are for whole steps, on the stage's own device."""
+    that of a copy. Tasks of a user's own are for whole steps, on the stage's own device. Each copy
+    gives its gradients, and in a program the stage's own device adds them."""
     schedule = window.schedule
+    lowered = "add" in window.kinds
+    gives = window.trains if lowered else any(kind == "A" for kind, _, _ in window.spots)
+    for stage, copies in enumerate(schedule.working if gives else ()):
+        if copies and lowered and ("add", None, stage) not in window.spots:
+            add, home = window.kinds["add"], schedule.placement[stage]
+            yield Fault(f"stage {stage} has no {add.name}", add.lacking, home)
+        for copy in copies:
+            if ("A", copy, stage) not in window.spots:
+                what = f"its copy of stage {stage} has no {window.kinds['A'].name}"
+                yield Fault(what, "let it give its gradients behind its last backward", copy)
     for (kind, i, stage), spot in window.spots.items():
         if i is None or kind == "A" or ("F", i, stage) not in window.spots:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,18 @@ class Summing(OncePerStep):
         return ONE_REPLICA if program.replicas == 1 else None
 
 
+class _OfGradients(Summing):
+    __slots__ = ()
+    before_barrier = True
+
+    @classmethod
+    def of_every_stage(cls, program: Program, there: Container[str]) -> bool:
+        trains = any(letter in there for letter in "BI")
+        return program.replicas > 1 and (trains or "A" in there)
+
+
 @dataclass(frozen=True, slots=True)
-class ReduceScatter(Summing):
+class ReduceScatter(_OfGradients):
     """Begin to sum the rest of a stage's gradients over the replicas; it waits for nothing.
 
     Each replica sums one part. Roughly: peers[r].put(part) for r, part in parts(gradients).
@@ -44,7 +54,7 @@ class ReduceScatter(Summing):
 
     opcode = "reduce_scatter"
     task = "A"
-    before_barrier = True
+    spends = "sent to be summed", "move it before that, or behind the stage's all_gather"
 
     def run(self, machine: Machine) -> None:
         gradients = machine.store.gradients.pop((self.stage, self.batch), [])
@@ -53,7 +63,7 @@ class ReduceScatter(Summing):
 
 
 @dataclass(frozen=True, slots=True)
-class AllGather(Summing):
+class AllGather(_OfGradients):
     """Wait for the sums of all replicas. Roughly: gradients[stage] = [peer.sum() for each peer].
 
     From then on the sums are the stage's gradients.
@@ -61,7 +71,8 @@ class AllGather(Summing):
 
     opcode = "all_gather"
     stands_for = TaskKind("gather", "all_gather", per_microbatch=False, follows="A")
-    before_barrier = True
+    sums = True
+    restores = "A"
 
     def run(self, machine: Machine) -> None:
         buckets = machine.program.buckets.get(self.stage, 1)
@@ -79,6 +90,11 @@ class GatherWeights(Summing):
 
     opcode = "gather_weights"
     stands_for = TaskKind("weights", "gather_weights", per_microbatch=False, follows="U")
+    completes = True
+
+    @classmethod
+    def of_every_stage(cls, program: Program, there: Container[str]) -> bool:
+        return "weights" in there
 
     def run(self, machine: Machine) -> None:
         version = machine.step + self.batch + 1

@@ -23,7 +23,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
-from fxpipe.verify.facts import window_of
+from fxpipe.verify.alone import window_of
 from fxpipe.verify.schedule import KeptCounts, kept_of
 
 if TYPE_CHECKING:

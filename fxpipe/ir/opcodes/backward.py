@@ -22,6 +22,7 @@ class _Whole(Compute):
     """A backward, or the rest of one of which parts have run."""
 
     __slots__ = ()
+    sums = True
     rest: bool
 
     def then(self, x: Instruction) -> str:
@@ -84,6 +85,7 @@ class InputGrad(Compute):
     opcode = "input_grad"
     flags: ClassVar = {"frozen": "frozen"}
     task = "I"
+    sums = True
     frozen: bool = False
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:

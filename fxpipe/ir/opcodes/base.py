@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from fxpipe.ir.launch import COMPUTE
-from fxpipe.ir.task import TaskKind
+from fxpipe.ir.task import KINDS, Key, TaskKind
 from fxpipe.ir.value import Buffer, BufferKind, own_buffer
 
 if TYPE_CHECKING:
@@ -33,7 +33,13 @@ class Instruction:
             another than the one that computes it goes on beside the instructions behind it.
         takes: whether it takes memory of its device.
         before_barrier: whether it computes or sums gradients, and so comes before a barrier.
+        after_barrier: whether it changes weights, and so comes behind a barrier.
         partial: whether it runs only a part of a task, which the instruction behind it completes.
+        sums: whether it adds to its stage's gradients: what needs "gradients" comes behind it.
+        spends: for one that takes its stage's gradients away: what becomes of them, and what to do
+            about an instruction behind it that reads them.
+        restores: the letter of the task that took the gradients which are there again behind it.
+        completes: whether the next version of its stage's weights is there once it has run.
         stage: its stage; moves and meetings have none.
     """
 
@@ -47,7 +53,12 @@ class Instruction:
     stream: ClassVar[str] = COMPUTE
     takes: ClassVar[bool] = True
     before_barrier: ClassVar[bool] = False
+    after_barrier: ClassVar[bool] = False
     partial: ClassVar[bool] = False
+    sums: ClassVar[bool] = False
+    spends: ClassVar[Wrong | None] = None
+    restores: ClassVar[str] = ""
+    completes: ClassVar[bool] = False
     stage: int
 
     @property
@@ -76,6 +87,23 @@ class Instruction:
         """The buffers whose life on the device ends with it."""
         return ()
 
+    @property
+    def needs(self) -> Sequence[str]:
+        """The letters of the tasks of its stage behind which it comes on its device: of its own
+        micro-batch, or of all if it has none. "gradients" stands for all that ``sums``, an opcode
+        for an instruction that is no task. Tasks that make its buffers can be left out."""
+        return ()
+
+    @property
+    def reads_gradients(self) -> bool:
+        """Whether it may run only where its stage's gradients are not taken away."""
+        return False
+
+    @classmethod
+    def of_every_stage(cls, program: Program, there: Container[str]) -> bool:
+        """Whether each stage must have its task in a program with tasks of these letters."""
+        return False
+
     def later(self, steps: int) -> Self:
         """The instruction with its batch and version counted from ``steps`` steps earlier."""
         moved = {name: steps + getattr(self, name) for name in self.counted}
@@ -84,6 +112,10 @@ class Instruction:
     def wrong(self, program: Program, device: int) -> Wrong | None:
         """What is wrong with it by itself on a device, whatever comes before and after it."""
         return None
+
+    def misfits(self, tasks: Container[Key], trains: bool) -> Iterator[Wrong]:
+        """What is wrong with it, given which tasks its program has, and whether it trains."""
+        yield from ()
 
     def then(self, x: Instruction) -> str:
         """What to do if another may not be the next one of its stage; empty if it may."""
@@ -160,3 +192,8 @@ class OncePerStep(Instruction):
     form = "s{stage}{batch:batch}", "s0"
     stage: int
     batch: int = 0
+
+    @property
+    def needs(self) -> Sequence[str]:
+        kind = self.stands_for or KINDS.get(self.letter or "")
+        return kind.follows if kind else ""

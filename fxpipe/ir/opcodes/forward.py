@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
-from fxpipe.ir.opcodes.base import Compute
+from fxpipe.ir.opcodes.base import Compute, Wrong
+from fxpipe.ir.task import Key
 from fxpipe.ir.value import Buffer, BufferKind
 
 if TYPE_CHECKING:
@@ -37,6 +39,18 @@ class Forward(Compute):
         saved = (operands.saved,) if self.keeps else ()
         state = (self.own("state"),) if self.again else ()
         return (*chain(*operands.outputs), *saved, *state)
+
+    def misfits(self, tasks: Container[Key], trains: bool) -> Iterator[Wrong]:
+        again = ("R", self.microbatch, self.stage) in tasks
+        keeps = trains and not again
+        if again and not self.again:
+            yield "it keeps no buffers for its recompute", "write 'again'"
+        if self.again and not again:
+            yield "it keeps buffers and is never recomputed", "remove 'again'"
+        if self.keeps and not keeps:
+            yield "it keeps what no backward uses up", "remove 'keep'"
+        if keeps and not self.keeps:
+            yield "it keeps nothing for its backward", "write 'keep'"
 
     def run(self, machine: Machine) -> None:
         stage, i, batch = self.stage, self.microbatch, self.batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -42,6 +42,14 @@ class Run(Instruction):
     @property
     def letter(self) -> str:
         return self.kind
+
+    @property
+    def needs(self) -> Sequence[str]:
+        return KINDS[self.kind].follows
+
+    @property
+    def reads_gradients(self) -> bool:
+        return "gradients" in (*KINDS[self.kind].reads, *KINDS[self.kind].writes)
 
     def text_form(self) -> tuple[str, str]:
         return self.once if self.microbatch is None else self.form

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxpipe.ir.opcodes.base import Instruction
+from fxpipe.ir.task import KINDS
 
 if TYPE_CHECKING:
+    from fxpipe.ir.program import Program
     from fxpipe.runtime.interpreter import Machine
 
 
@@ -25,10 +28,21 @@ class Update(Instruction):
     form = "s{stage}{batch:batch} v{reads:signed} -> v{writes:signed}", "s0 v0 -> v1"
     task = "U"
     counted = "reads", "writes", "batch"
+    after_barrier = True
+    completes = True
+    spends = "used up", "move it before that"
     stage: int
     reads: int = 0
     writes: int = 1
     batch: int = 0
+
+    @property
+    def needs(self) -> Sequence[str]:
+        return (*KINDS["U"].follows, "gradients")
+
+    @classmethod
+    def of_every_stage(cls, program: Program, there: Container[str]) -> bool:
+        return "U" in there
 
     def run(self, machine: Machine) -> None:
         stage, step = self.stage, machine.step

@@ -1,0 +1,141 @@
+"""Each instruction of a program by itself: as a task of the step, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from fxpipe.ir import instruction as ins
+from fxpipe.ir.program import Program
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.task import KINDS, Task
+from fxpipe.ir.value import (
+    BETWEEN,
+    COPIED,
+    HOST,
+    Buffer,
+    forward_buffer,
+    gradient_buffer,
+    norm_buffer,
+)
+from fxpipe.ir.walk import Place
+from fxpipe.text.program import print_instruction
+from fxpipe.verify.tasks import Window, wrong_batch
+
+
+def window_of(program: Program) -> Window:
+    """Write the compute instructions of a program as tasks of a schedule."""
+    kinds = [x.stands_for for x in opcodes_of(program) if x.stands_for]
+    standing = {kind.letter: kind for kind in kinds}
+    rows: list[tuple[Task, ...]] = []
+    positions: list[list[int]] = []
+    for instructions in program.lists:
+        tasks = [(at, task) for at, x in enumerate(instructions) if (task := _task(x)) is not None]
+        positions.append([at for at, _ in tasks])
+        rows.append(tuple([task for _, task in tasks]))
+    return Window(
+        Schedule(
+            program.name,
+            program.microbatches,
+            program.placement,
+            tuple(rows),
+            copies=program.copies,
+            frozen=frozenset(
+                (x.microbatch, x.stage)
+                for x in chain(*program.lists)
+                if isinstance(x, ins.InputGrad) and x.frozen
+            ),
+        ),
+        {**KINDS, **standing},
+        positions,
+        lambda device, position: print_instruction(program.lists[device][position]),
+    )
+
+
+def opcodes_of(program: Program) -> list[type[ins.Instruction]]:
+    """The classes of its instructions, and of those that it may lack."""
+    classes = dict.fromkeys(type(x) for x in chain(*program.lists))
+    lacking = ins.every_opcode() if program.replicas > 1 or program.copies else ins.OPCODES
+    return [*(classes | dict.fromkeys(lacking.values()))]
+
+
+def _task(x: ins.Instruction) -> Task | None:
+    if x.partial:
+        return None
+    if isinstance(x, ins.Move):
+        buffer = x.buffer
+        kind = x.stands_for
+        return Task(kind.letter, buffer.microbatch, buffer.source, buffer.batch) if kind else None
+    letter = x.stands_for.letter if x.stands_for else x.letter
+    if letter is None:
+        return None
+    return Task(letter, getattr(x, "microbatch", None), getattr(x, "stage", None), x.batch)
+
+
+def wrong_alone(program: Program) -> Iterator[tuple[Place, ins.Wrong]]:
+    """Yield each instruction that is wrong by itself; ``Window.wrong`` has those wrong as tasks."""
+    carried = _carried(program)
+    # most buffers differ in the micro-batch alone, so the verdict on the rest is remembered
+    verdicts: dict[tuple[object, ...], ins.Wrong | None] = {}
+    for device, instructions in enumerate(program.lists):
+        for position, x in enumerate(instructions):
+            wrong: ins.Wrong | None = None
+            if isinstance(x, ins.Move):
+                buffer, i = x.buffer, x.buffer.microbatch
+                key = device, type(x), buffer[:4], i if program.copies else 0
+                if key not in verdicts:
+                    exists = buffer[:4] in carried or _own(program, buffer)
+                    if buffer.kind in COPIED:
+                        exists = exists and i in program.copies_of(buffer.source)
+                    route = program.ends_of(buffer) if exists else None
+                    verdicts[key] = _misrouted(x, device, route)
+                number = 0 if buffer.kind in COPIED else i
+                wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
+            else:
+                wrong = x.wrong(program, device)
+                if wrong is None and _task(x) is None and not isinstance(x, ins.Meeting):
+                    wrong = _misplaced(x, program, device)
+            if wrong is not None:
+                yield Place(device, position), wrong
+
+
+def _misplaced(x: ins.Instruction, program: Program, device: int) -> ins.Wrong | None:
+    """What is wrong with the stage, the batch or the micro-batch of what is no task."""
+    if not 0 <= x.stage < program.stages:
+        return f"there is no stage {x.stage}", f"name one of the {program.stages}, from 0"
+    if program.placement[x.stage] != device:
+        return f"stage {x.stage} is on device {program.placement[x.stage]}", "move it there"
+    return wrong_batch(x.batch, getattr(x, "microbatch", None) or 0, program.microbatches)
+
+
+def _carried(program: Program) -> set[tuple[object, ...]]:
+    """All buffers of the program that go from one stage to another, without their
+    micro-batches."""
+    carried: set[tuple[object, ...]] = set()
+    for edge in program.edges:
+        carried.add(forward_buffer(edge, 0)[:4])
+        if edge.gradient:
+            carried.add(gradient_buffer(edge, 0)[:4])
+    for stage in range(program.stages):
+        carried.update([norm_buffer(stage, other)[:4] for other in range(program.stages)])
+    return carried
+
+
+def _own(program: Program, buffer: Buffer) -> bool:
+    """Whether it is a buffer of one of the program's stages."""
+    kind, value, source, target = buffer[:4]
+    own = kind not in BETWEEN and not value and source == target
+    return own and 0 <= source < program.stages
+
+
+def _misrouted(x: ins.Move, device: int, route: tuple[int, int] | None) -> ins.Wrong | None:
+    """What is wrong with a move or a free, apart from its micro-batch."""
+    if route is None:
+        return "no edge carries this value", "name a buffer of one of the program's edges"
+    cure = x.route(device, *route)
+    made, used = map(_device_name, route)
+    return (f"the value goes from {made} to {used}", cure) if cure else None
+
+
+def _device_name(device: int) -> str:
+    return "the caller" if device == HOST else f"device {device}"
