@@ -167,6 +167,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
         "table": f"{_HERE}.stage_table.table:stage_table",
         "events": f"{_HERE}.streams.events:Streams",
+        "unordered": f"{_HERE}.streams.clocks:unordered",
         "seconds": f"{_HERE}.simulator.pipe:task_seconds",
         "streams": f"{_HERE}.streams.launching:backend",
         "weighing": f"{_HERE}.loss_weight.weighing:ByDivisors",

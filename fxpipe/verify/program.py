@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from numbers import Integral
 
 from fxpipe.errors import Fault, InputError, VerificationError
-from fxpipe.extend import find
+from fxpipe.extend import find, there
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.torchtools.state import without_collection
@@ -59,6 +59,8 @@ def _faults(program: Program, channel: int | None) -> list[Fault]:
     if "communicate" in program.passes:
         transfers = Transfers(ran)
         faults.extend([*transfers.paired(), *missing(ran), *transfers.stuck(channel)])
+    if program.launches and not faults and there("option", "unordered"):
+        faults.extend(find("option", "unordered")(program))
     return faults
 
 
