@@ -55,7 +55,7 @@ class AbstractRun:
         self.outputs: set[Buffer] = set()
         instructions = [x for _, x in chain(*self.lives)]
         meetings = {type(x) for x in instructions if isinstance(x, ins.Meeting)}
-        self.updates = any(x.after_barrier for x in instructions)
+        self.updates = any(x.after_barrier for x in chain(*program.lists))
         delayed = any(x.letter == "F" and getattr(x, "version", 0) < 0 for x in instructions)
         # where batches overlap or read older versions there is no barrier
         self.parted = bool(meetings) or not (program.depth or delayed)
@@ -68,7 +68,8 @@ class AbstractRun:
                     self.versions.setdefault((x.stage, x.microbatch), x.version)
                     oldest = self.versions.get((x.stage, None), x.version)
                     self.versions[x.stage, None] = min(oldest, x.version)
-                elif x.completes:
+                # where each replica updates a part, the version is there once all are gathered
+                elif x.completes and not (x.after_barrier and x.stage in self.complete):
                     self.complete[x.stage] = device, *self.moment(device, position)
 
     def fault(self, device: int, position: int, what: str, cure: str) -> Fault:
