@@ -77,11 +77,12 @@ def timed(function: Callable[[], Result]) -> tuple[Result, float]:
 def chain(stages: int) -> Plan:
     """A plan of empty stages, each of which hands one value to the next."""
     ends = [HOST, *range(stages), HOST]
-    edges = [Edge(ends[k], ends[k + 1], f"v{k}", gradient=k > 0) for k in range(stages + 1)]
+    edges = [Edge(ends[k], ends[k + 1], f"v{k}") for k in range(stages + 1)]
     graph = fx.Graph()
     graph.output(())
     module = fx.GraphModule(torch.nn.Module(), graph)
-    return Plan(tuple(Stage(k, (), (), (), module) for k in range(stages)), tuple(edges))
+    back = tuple(edge.back for edge in edges[1:])
+    return Plan(tuple(Stage(k, (), (), (), module) for k in range(stages)), tuple(edges), back)
 
 
 def lower(schedule: Schedule, plan: Plan) -> Program:

@@ -130,6 +130,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "add_clip": f"{_HERE}.clipping.opcodes:add_clip",
         "add_reduce": f"{_HERE}.replicas.lowering:add_reduce",
         "any_size": f"{_HERE}.any_size.any_size:sized",
+        "any_captured": f"{_HERE}.any_size.captured:AnySizeGraphs",
         "partitioner": f"{_HERE}.exact_cut.solve:ExactCut",
         "call": f"{_HERE}.differentiable.call:differentiable_call",
         "clipping": f"{_HERE}.clipping.clipping:Clipping",

@@ -95,16 +95,16 @@ def measured(made: list[str]) -> int:
     return made.count("measure")
 
 
-def test_a_like_model_is_traced_measured_and_differentiated_once(made: list[str]) -> None:
+def test_a_like_model_is_captured_measured_and_divided_once(made: list[str]) -> None:
     first = step(Model())
     before = list(made)
-    assert "export" in before and measured(before) == 1
+    assert "capture" in before and measured(before) == 1
     assert torch.equal(step(Model()), first)
     after = made[len(before) :]
-    assert "export" not in after and not measured(after) and "differentiate" not in after
+    assert "capture" not in after and not measured(after) and "divide" not in after
 
 
-def test_another_cut_or_way_back_is_differentiated_for_itself(made: list[str]) -> None:
+def test_another_cut_or_way_back_is_divided_for_itself(made: list[str]) -> None:
     first = step(Model())
     others: list[tuple[dict[str, Any], int]] = [
         ({"devices": 1, "partition": []}, 1),
@@ -114,7 +114,7 @@ def test_another_cut_or_way_back_is_differentiated_for_itself(made: list[str]) -
         before = list(made)
         assert torch.equal(step(Model(), **options), first)
         after = made[len(before) :]
-        assert "export" not in after and after.count("differentiate") == times, options
+        assert "capture" not in after and after.count("divide") == times, options
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -73,4 +73,4 @@ def exchanged(traced: Traced, plan: Plan) -> tuple[object, ...]:
     """The edges, buckets, loss and outputs of a graph. One program can run the micro-batches of two
     graphs if these are equal."""
     outputs = [out.name if isinstance(out, Value) else None for out in traced.outputs]
-    return plan.edges, plan.buckets, traced.loss, outputs
+    return plan.edges, plan.gradients, plan.buckets, traced.loss, outputs

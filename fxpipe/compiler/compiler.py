@@ -207,9 +207,7 @@ class Compiler:
                 f"micro-batches of {sizes[0]} and {sizes[-1]} samples take different ways "
                 f"through the model; give a batch size that {microbatches} divides"
             )
-        if purpose == "step" and not any(
-            edge.value == traced.loss and edge.gradient for edge in plan.edges
-        ):
+        if purpose == "step" and not any(edge.value == traced.loss for edge in plan.gradients):
             raise InputError(
                 "the loss has a gradient to no parameter, so that a step would train nothing; "
                 "let some parameter that it depends on require a gradient"
@@ -332,7 +330,7 @@ class Compiler:
         """Return the program to run, which on a rank has the list of its own device only, and a
         function that makes the program of all devices."""
         group = self.options.group
-        key = (plan.edges, plan.buckets, schedule.microbatches, purpose, updates)
+        key = (plan.edges, plan.gradients, plan.buckets, schedule.microbatches, purpose, updates)
         whole = partial(self.lowered, plan, schedule, purpose, updates)
         known = self._programs.get(key)
         made = whole() if known is None else None

@@ -17,13 +17,14 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.guard import Guard
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims
-from fxpipe.compiler.reads import NUMBERS, Reads, StandIns
+from fxpipe.compiler.reads import Reads, StandIns
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.compiler.unread import ReadError
-from fxpipe.errors import FxpipeError, TraceError
+from fxpipe.errors import FxpipeError, InputError, TraceError, told
 from fxpipe.extend import find, option
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import SEED, Traced, Value, with_dims
+from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value, with_dims
+from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.attach_loss import LossModule
@@ -142,6 +143,8 @@ class FrontEnd:
         self.fallback = next(filter(None, made), None) or Fallback(options.model)
         self.guard: Guard = option("guard", Guard)(options, self.fallback.called)
         self.reads = Reads()
+        captured = option("any_captured")
+        self._any_size = captured and captured()
         self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, free: Dims = ()) -> Traced:
@@ -160,10 +163,17 @@ class FrontEnd:
                     raise
             else:
                 if stand_ins.kept:
+                    self._run_again(call)
                     raise TraceError("a number is kept by what the code writes")
                 if not stand_ins.found(all_read=traced.under_autograd):
                     return traced
                 del traced
+
+    def _run_again(self, call: Call) -> None:
+        """Run the model with its own numbers, so that what the code keeps of them are numbers."""
+        args, kwargs, _ = call.batch.unflatten(call.leaves)
+        with untouched(self.options.model), intra_op_threads(self.options.threads), torch.no_grad():
+            self.options.model(*args, **kwargs)
 
     def _trace(self, call: Call, free: Dims, stand_ins: StandIns) -> Traced:
         options, loss, size = self.options, self.options.loss, call.size
@@ -209,6 +219,10 @@ class FrontEnd:
                     f"the model writes into its input {written[0]!r}; let it work on a copy "
                     "(x = x.clone()), or out of place (nn.ReLU without inplace=True)"
                 )
+            if self._captures:
+                captured = self._captured(call, output, facts, stand_ins, free)
+                if captured is not None:
+                    return captured
             with stand_ins.inside(options.model):
                 given, named, targets = stand_ins.arguments(call.leaves)
                 more = [()] * count
@@ -250,6 +264,72 @@ class FrontEnd:
             facts["traced"] = traced
             joined: Traced = run_all(passes.of(self.options, "join"), facts)["traced"]
         return joined
+
+    @property
+    def _captures(self) -> bool:
+        """Whether the model and its loss are to be captured with their backward."""
+        fallback = self.fallback
+        return self.options.captures and not (
+            fallback.called or fallback.loss or self.options.tracer is not None
+        )
+
+    def _captured(
+        self, call: Call, output: Any, facts: dict[str, Any], stand_ins: StandIns, free: Dims
+    ) -> Traced | None:
+        """The graph of the model and its loss with their backward; None if it cannot be had."""
+        options, loss, made = self.options, self.options.loss, None
+        targets, numbers = self._given(stand_ins, call.leaves)[2:]
+        state = self.guard.state()
+        if facts["given_loss"]:
+            assert loss is not None
+            flat, spec = pytree.tree_flatten(taken_apart(output))
+            own = stand_ins.loss(options.objective.with_logged)
+            made = LossModule(own, loss, spec, facts["logged"])
+            with self.guard.reading():
+                made(*flat, *targets, *numbers)
+        with stand_ins.inside(options.model):
+            facts |= {
+                "loss_module": made,
+                "output": pytree.tree_leaves(taken_apart(output)),
+                "real_targets": targets,
+                "count": stand_ins.others,
+                "names": call.batch.names,
+                "wants": call.wants,
+                "step": call.with_loss,
+            }
+
+            def capture(leaves: Sequence[Any]) -> Traced:
+                words = "args", "kwargs", "targets", "numbers"
+                given = dict(zip(words, self._given(stand_ins, leaves), strict=True))
+                found: Traced = run_all(passes.of(options, "capture"), {**facts, **given})["traced"]
+                return found
+
+            try:
+                traced = self._any_size and self._any_size.traced(
+                    lambda: self.kind(call, state), call.leaves, free, capture
+                )
+                traced = traced or capture(call.leaves)
+            except Exception as error:
+                if source.lacks_memory(error) or isinstance(error, InputError):
+                    raise
+                LOGGER.info("not captured: %s", told(error))
+                return None
+        collect()
+        return traced
+
+    def kind(self, call: Call, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Everything that a trace depends on but sizes, with this state of the guard."""
+        # what is captured has the gradients of these inputs
+        wants = call.wants if self.options.captures and not call.with_loss else ()
+        return *state, self.reads.like(call.batch), call.with_loss, wants
+
+    def _given(
+        self, stand_ins: StandIns, leaves: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any, tuple[Any, ...]]:
+        """Positional and keyword inputs, targets, and numbers that are inputs of the graph."""
+        args, kwargs, targets = stand_ins.arguments(leaves)
+        kwargs = dict(kwargs)
+        return args, kwargs, targets, kwargs.pop(NUMBERS, ())
 
     def output_dims(self, traced: Traced, call: Call) -> Sequence[tuple[int, ...]] | None:
         """For each flat output of a graph its batch dimensions; None if they are not known."""

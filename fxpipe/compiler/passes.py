@@ -25,6 +25,7 @@ from fxpipe.errors import PassError, near
 from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule
 from fxpipe.passes.differentiate.differentiate import differentiate
+from fxpipe.passes.differentiate.divide import divide
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.fit import localise_sizes, relay
 from fxpipe.passes.graph.functionalise import functionalise
@@ -39,7 +40,9 @@ from fxpipe.passes.partition.measure import measure
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import add_recompute, write_schedule
 from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
+from fxpipe.passes.tracing.capture import capture
 from fxpipe.passes.tracing.explain import refuse_unheld, refuse_values
+from fxpipe.passes.tracing.loss_graph import note_loss
 from fxpipe.passes.tracing.trace import export
 
 
@@ -118,6 +121,22 @@ TRACE = (
 )
 """A module and one micro-batch → its graph: first for the model, then separately for the loss."""
 
+CAPTURE = (
+    Pass(
+        capture,
+        "model, loss_module, args, kwargs, targets, numbers, names, wants, step",
+        "traced",
+    ),
+    Pass(
+        note_loss,
+        "traced, loss_module, output, real_targets, count",
+        "traced",
+        when="given_loss",
+    ),
+    Pass(seed_randomness, "traced", "traced"),
+)
+"""A model, its loss and one micro-batch → the graph of both with its backward."""
+
 JOIN = (
     Pass(declare_own_loss, "traced", "traced", when="returned_loss"),
     Pass(attach_loss, "traced, loss, tensors, logged, numbers", "traced", when="traced_loss"),
@@ -128,11 +147,12 @@ JOIN = (
 SINGLE = (
     Pass(one_stage, "traced", "assignment", when="not under_autograd"),
     Pass(cut, "traced, assignment, owners, stage_costs", "plan", when="not under_autograd"),
+    Pass(divide, "plan, traced, state, wanted, functional", "plan", when="captured"),
     Pass(
         differentiate,
         "plan, values, state, wanted, functional",
         "plan",
-        when="not under_autograd",
+        when="differentiated",
     ),
     Pass(part_backward, "plan", "plan", when="functional"),
 )
@@ -164,18 +184,19 @@ FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
 """Give a further graph of the model the stages of the first graph."""
 
 FIT = (
-    Pass(relay, "traced, assignment, trained, outputs", "traced, assignment"),
+    Pass(relay, "traced, assignment, trained, outputs", "traced, assignment", when="not captured"),
     Pass(localise_sizes, "traced, assignment", "traced, assignment"),
 )
 """A graph whose nodes have stages → the same graph, rewritten so that it can be cut."""
 
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
+    Pass(divide, "plan, traced, state, wanted, functional", "plan", when="captured"),
     Pass(
         differentiate,
         "plan, values, state, wanted, functional",
         "plan",
-        when="not under_autograd",
+        when="differentiated",
     ),
     Pass(part_backward, "plan", "plan", when="parted"),
     Pass(_PART, "plan, bucket_bytes", "plan", when="replicated"),
@@ -205,6 +226,7 @@ LISTS = {
     "admit": ADMIT,
     "try": TRY,
     "trace": TRACE,
+    "capture": CAPTURE,
     "join": JOIN,
     "single": SINGLE,
     "measure": MEASURE,

@@ -228,7 +228,7 @@ class Placement:
             "plan": None,
             "owners": {},
             "stage_costs": {},
-            "under_autograd": facts["traced"].under_autograd,
+            **facts["traced"].kind,
             "whole": self._options.whole and not self._options.apart,
             "functional": self._parted and not facts["traced"].under_autograd,
             "threads": self._options.threads,

@@ -76,6 +76,7 @@ class Plans:
         self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
+        self._counted: set[Any] = set()
         self._state: tuple[Any, ...] = ()
 
     def look(self) -> None:
@@ -121,12 +122,14 @@ class Plans:
     def keep(self, plans: Collection[tuple[Traced, Plan]]) -> None:
         """Forget what none of these graphs and plans was made of."""
         kept, traced = {id(plan) for _, plan in plans}, {id(graph) for graph, _ in plans}
+        kept_graphs = [graph for graph, _ in plans]
         self._placed_plans = {k: v for k, v in self._placed_plans.items() if id(v[1]) in kept}
         of = {key[:-1] for key in self._placed_plans}
         self._plans = {k: plan for k, plan in self._plans.items() if k in of}
         self.graphs = {k: graph for k, graph in self.graphs.items() if id(graph.traced) in traced}
         self._sizeless = {k: v for k, v in self._sizeless.items() if k[:2] in self.graphs}
-        self._checked = {each for each in self._checked if each[0] in traced}
+        wholes = traced | {id(graph.of) for graph in kept_graphs}
+        self._checked = {each for each in self._checked if each[0] in wholes}
         self._traced = {
             (key, shapes): made
             for (key, shapes), made in self._traced.items()
@@ -215,10 +218,10 @@ class Plans:
             "parted": call.parted,
             "functional": call.parted or replicated,
             "replicated": replicated and not sizeless,
-            "under_autograd": graph.traced.under_autograd,
+            **graph.traced.kind,
             "bucket_bytes": options.bucket_bytes,
         }
-        self.made += 1
+        self._count((call.purpose, call.wants, call.parted), graph.traced)
         with untouched(options.model), intra_op_threads(options.threads):
             plan: Plan = run_all(passes.of(self.options, "plan"), facts)["plan"]
         return plan
@@ -240,7 +243,7 @@ class Plans:
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
         """Compare a plan with the model, if an extension does, and no plan like it was compared."""
-        key = (id(traced), call.purpose != "infer", call.parted)
+        key = (id(traced.of or traced), call.purpose != "infer", call.parted)
         if key in self._checked:
             return
         if self._compare is None or self._compare(call, traced, plan):
@@ -278,6 +281,7 @@ class Plans:
             "assignment": assignment,
             "trained": trained,
             "outputs": wanted.outputs,
+            **traced.kind,
         }
         fit = run_all(passes.of(self.options, "fit"), facts)
         return Graph(fit["traced"], fit["assignment"], call.without_data())
@@ -291,9 +295,17 @@ class Plans:
         if traced is None:
             traced = self._new_trace(call) if key[-1] is None else self.front_end.trace(call)
             self.front_end.guard.settle()
-            self.made += 1
+            self._count("a graph", traced)
             self._traced[(*self._kind(call), key[-1]), shapes] = traced
         return traced
+
+    def _count(self, what: Any, traced: Traced) -> None:
+        """Count what was made of a graph, but not again for sizes that were put into it."""
+        if traced.of is None:
+            self.made += 1
+        elif (what, id(traced.of)) not in self._counted:
+            self._counted.add((what, id(traced.of)))
+            self.made += 1
 
     def _new_trace(self, call: Call) -> Traced:
         """Trace for any size of the batch, and of the dimensions that have had other sizes."""
@@ -320,7 +332,7 @@ class Plans:
             shape and tuple(changed.get((leaf, dim), size) for dim, size in enumerate(shape))
             for leaf, shape in enumerate(shapes)
         ]
-        if not traced.accepts(others):
+        if not (traced.of or traced).accepts(others):
             self._rigid[kind] = rigid | changed.keys()
         return traced
 
@@ -348,7 +360,7 @@ class Plans:
 
     def _kind(self, call: Call) -> tuple[Any, ...]:
         """Everything that a trace depends on but sizes."""
-        return *self._state, self.front_end.reads.like(call.batch), call.with_loss
+        return self.front_end.kind(call, self._state)
 
     def _class(self, call: Call) -> tuple[Any, ...]:
         """The kind of a call, with its sizes of which each needs a graph."""

@@ -20,12 +20,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.number import Number, NumberPlace, Question, answers
 from fxpipe.compiler.unread import is_constant, is_number, may_be_unread, unread
+from fxpipe.ir.traced import NUMBERS
 from fxpipe.runtime.batch import Batch
-
-NUMBERS = "fxpipe_numbers"
-"""The argument of a model's forward that, while it is traced, takes as tensors the numbers that are
-in no other one."""
-
 
 KINDS = 64
 """Of so many kinds of calls, the last ones, it is known what is read of them."""

@@ -188,12 +188,16 @@ class Plan:
 
     Attributes:
         stages: in pipeline order; every edge runs forward.
-        edges: the values that cross, in the order in which the model makes them.
+        edges: the values that cross from forward to forward, in the order in which the model makes
+            them.
+        gradients: the values that cross from backward to backward, the caller's gradients
+            included.
         specs: value → its shape and type for a micro-batch of the example, where known.
     """
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
+    gradients: tuple[Edge, ...] = ()
     specs: dict[str, ValueSpec] = field(default_factory=dict, compare=False)
 
     def edges_into(self, stage: int) -> tuple[Edge, ...]:
@@ -203,6 +207,14 @@ class Plan:
     def edges_from(self, stage: int) -> tuple[Edge, ...]:
         """The edges that a stage writes, in the order of ``edges``."""
         return tuple(edge for edge in self.edges if edge.source == stage)
+
+    def gradients_into(self, stage: int) -> tuple[Edge, ...]:
+        """The edges that a stage's backward reads, in the order of ``gradients``."""
+        return tuple(edge for edge in self.gradients if edge.target == stage)
+
+    def gradients_from(self, stage: int) -> tuple[Edge, ...]:
+        """The edges that a stage's backward writes, in the order of ``gradients``."""
+        return tuple(edge for edge in self.gradients if edge.source == stage)
 
     @property
     def stage_edges(self) -> Edges | None:

@@ -18,7 +18,7 @@ from fxpipe.ir.schedule import ordered_copies
 from fxpipe.ir.value import COPIED, HOST, Buffer, BufferKind, Edge, Operands, own_buffer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 Turn = tuple[int, int]
@@ -33,7 +33,8 @@ class Program:
         name: the schedule's name.
         microbatches: the micro-batches of a step, m.
         placement: stage → device.
-        edges: the values that go between stages, from the caller and to it.
+        edges: the values that go from forward to forward, from the caller and to it.
+        gradients: the values that go from backward to backward, from the caller and to it.
         lists: device → its instructions in order.
         passes: the lowering passes that are done; the verifier checks the rules of each.
         launches: device → how each of its instructions is launched; empty for devices without
@@ -53,6 +54,7 @@ class Program:
     launches: tuple[tuple[Launch, ...], ...] = ()
     replicas: int = 1
     copies: tuple[tuple[int, ...], ...] = ()
+    gradients: tuple[Edge, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "copies", ordered_copies(self.copies))
@@ -77,12 +79,22 @@ class Program:
     @cached_property
     def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
         """Stage → the edges that its forward reads, in the order of ``edges``."""
-        return self._grouped([edge.target for edge in self.edges])
+        return self._grouped(self.edges, [edge.target for edge in self.edges])
 
     @cached_property
     def edges_from(self) -> tuple[tuple[Edge, ...], ...]:
         """Stage → the edges that its forward writes, in the order of ``edges``."""
-        return self._grouped([edge.source for edge in self.edges])
+        return self._grouped(self.edges, [edge.source for edge in self.edges])
+
+    @cached_property
+    def gradients_into(self) -> tuple[tuple[Edge, ...], ...]:
+        """Stage → the edges that its backward reads, in the order of ``gradients``."""
+        return self._grouped(self.gradients, [edge.target for edge in self.gradients])
+
+    @cached_property
+    def gradients_from(self) -> tuple[tuple[Edge, ...], ...]:
+        """Stage → the edges that its backward writes, in the order of ``gradients``."""
+        return self._grouped(self.gradients, [edge.source for edge in self.gradients])
 
     @cached_property
     def operands(self) -> Mapping[tuple[int, int, int], Operands]:
@@ -98,8 +110,9 @@ class Program:
 
     def operands_at(self, stage: int, i: int, b: int) -> Operands:
         """The buffers of a micro-batch of a stage."""
-        kept, into, away = self.kept(stage, i, b), self.edges_into[stage], self.edges_from[stage]
-        return Operands.of(kept, into, away)
+        into, away = self.edges_into[stage], self.edges_from[stage]
+        back, returned = self.gradients_into[stage], self.gradients_from[stage]
+        return Operands.of(self.kept(stage, i, b), into, away, back, returned)
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
@@ -151,9 +164,9 @@ class Program:
         kind, forward = self.away.get((stage, i), ("saved", None))
         return own_buffer("saved" if forward and forward.again else kind, stage, i, batch)
 
-    def _grouped(self, ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
+    def _grouped(self, edges: Sequence[Edge], ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
         groups: list[list[Edge]] = [[] for _ in range(self.stages)]
-        for edge, stage in zip(self.edges, ends, strict=True):
+        for edge, stage in zip(edges, ends, strict=True):
             if stage != HOST:
                 groups[stage].append(edge)
         return tuple(map(tuple, groups))

@@ -16,6 +16,10 @@ from fxpipe.ir.plan import Argument, Stage, Write, compared
 SEED = "fxpipe_seed"
 """The placeholder that carries a micro-batch's random seed, in graphs with random operations."""
 
+NUMBERS = "fxpipe_numbers"
+"""The argument of a model's forward that, while it is traced, takes as tensors the numbers that are
+in no other one."""
+
 DRAWS = "fxpipe.draws"
 """Metadata key of a node that calls a module: None if that draws no random numbers, else what seeds
 its draws: a function of an input of the node, the micro-batch's seed and the node's number, which
@@ -77,6 +81,24 @@ class Literal:
 
 
 @dataclass(frozen=True)
+class WholeBackward:
+    """The backward of a traced graph, as a graph of its own.
+
+    Its placeholders are gradients of outputs, and values of the traced graph under their names
+    there. It returns one tuple: the values of ``gradients``.
+
+    Attributes:
+        graph: the graph. No name of its nodes is one of the traced graph, but for these values.
+        given: output of the traced graph → the placeholder of its gradient.
+        gradients: parameter or input of the traced graph → the value that is its gradient.
+    """
+
+    graph: fx.Graph
+    given: Mapping[str, str]
+    gradients: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Traced:
     """A model's computation on one micro-batch, as a graph without side effects.
 
@@ -100,6 +122,8 @@ class Traced:
         loss: the name of the loss value, if a loss is part of the graph.
         logged: name → the name of the value, for numbers that the loss returns beside it.
         deferred: the calls of BatchNorm whose statistics are updated at the end of the step.
+        backward: its backward, if it was captured with it; else each stage is differentiated.
+        of: the graph for any size in which sizes were put, if it is made so.
     """
 
     module: fx.GraphModule = field(compare=False)
@@ -117,6 +141,8 @@ class Traced:
     loss: str | None = None
     logged: Mapping[str, str] = field(default_factory=dict)
     deferred: tuple[DeferredNorm, ...] = ()
+    backward: WholeBackward | None = field(default=None, compare=False)
+    of: Traced | None = field(default=None, compare=False, repr=False)
 
     @property
     def graph(self) -> fx.Graph:
@@ -133,6 +159,25 @@ class Traced:
     def seeded(self) -> bool:
         """Whether the graph takes SEED, since it draws random numbers."""
         return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)
+
+    @property
+    def saved(self) -> frozenset[str]:
+        """The values, and inputs, that its backward reads."""
+        if self.backward is None:
+            return frozenset()
+        names = {node.name for node in self.backward.graph.find_nodes(op="placeholder")}
+        return frozenset(names.difference(self.backward.given.values()))
+
+    @property
+    def kind(self) -> dict[str, bool]:
+        """How its gradients are found: by autograd in each step, by a backward that was captured
+        with it, or by graphs that are made of each stage."""
+        captured = self.backward is not None
+        return {
+            "under_autograd": self.under_autograd,
+            "captured": captured,
+            "differentiated": not (captured or self.under_autograd),
+        }
 
     def state_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Name → the model's parameter or buffer of that name, or the lifted constant."""

@@ -12,20 +12,22 @@ HOST = -1
 FURTHEST = 1_000
 """The most batches that tasks, delays and versions may reach back."""
 
-EdgeKind = Literal["in", "act", "skip", "out"]
+EdgeKind = Literal["in", "act", "skip", "out", "grad"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Edge:
     """One value on its way from the stage that makes it to one stage that uses it.
 
-    A value with several consumers has one edge to each. An edge always runs forward.
+    A value with several consumers has one edge to each. An edge of a forward's value runs to a
+    later stage, one of a backward's to an earlier stage.
 
     Attributes:
-        source: the producing stage, or HOST for an input of the pipeline.
-        target: the consuming stage, or HOST for an output of the pipeline.
-        value: the name of the value, unique in its plan.
-        gradient: whether the target hands a gradient back to the source for it.
+        source: the producing stage, or HOST for what the caller gives.
+        target: the consuming stage, or HOST for what the caller gets.
+        value: the name of the value, unique among the values of its plan's forwards, or of its
+            backwards.
+        gradient: whether a backward makes the value.
     """
 
     source: int
@@ -35,7 +37,10 @@ class Edge:
 
     @property
     def kind(self) -> EdgeKind:
-        """``in`` from the caller, ``out`` to it, ``act`` to the next stage, ``skip`` further on."""
+        """``in`` from the caller, ``out`` to it, ``act`` to the next stage, ``skip`` further on;
+        ``grad`` for what a backward makes."""
+        if self.gradient:
+            return "grad"
         if self.source == HOST:
             return "in"
         if self.target == HOST:
@@ -43,8 +48,16 @@ class Edge:
         return "act" if self.target == self.source + 1 else "skip"
 
     def __str__(self) -> str:
-        ends = f"{stage_name(self.source)}->{stage_name(self.target)}"
-        return f"{self.kind} {self.value} {ends}" + (" gradient" if self.gradient else "")
+        return f"{self.kind} {self.value} {stage_name(self.source)}->{stage_name(self.target)}"
+
+    @property
+    def back(self) -> Edge:
+        """The edge on which the gradient of the value comes back."""
+        return Edge(self.target, self.source, self.value, gradient=True)
+
+    def buffer(self, microbatch: int, batch: int = 0) -> Buffer:
+        """The buffer of a micro-batch's value along the edge."""
+        return Buffer(self.kind, self.value, self.source, self.target, microbatch, batch)
 
 
 def stage_name(stage: int) -> str:
@@ -58,16 +71,16 @@ def outputs_of(edges: Iterable[Edge]) -> tuple[str, ...]:
 
 
 def gradient_groups(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
-    """For each value that gets a gradient, its edges in the order in which the parts are added.
+    """For each value among the edges of gradients into a stage, its edges in the order in which
+    the parts are added.
 
     The caller's first, then from the last stage on: autograd's own order on an uncut graph.
     """
     groups: dict[str, list[Edge]] = {}
     for edge in edges:
-        if edge.gradient:
-            groups.setdefault(edge.value, []).append(edge)
+        groups.setdefault(edge.value, []).append(edge)
     return tuple(
-        tuple(sorted(group, key=lambda edge: (edge.target != HOST, -edge.target)))
+        tuple(sorted(group, key=lambda edge: (edge.source != HOST, -edge.source)))
         for group in groups.values()
     )
 
@@ -94,7 +107,7 @@ class Buffer(NamedTuple):
     The kinds:
 
     - ``in``, ``act``, ``skip``, ``out``: a value on its way along an edge.
-    - ``grad``: the gradient that comes back along an edge; its source is the edge's target.
+    - ``grad``: the same for a value that a backward makes, such as the gradient of another.
     - ``saved``: what a stage keeps from forward to backward.
     - ``deferred``: what it keeps from the input-gradient half of a backward to the other half.
     - ``state``: the model's buffers that a forward read, kept until it is recomputed.
@@ -141,16 +154,6 @@ def norm_buffer(source: int, target: int, batch: int = 0) -> Buffer:
     return Buffer("norm", "norm", source, target, 0, batch)
 
 
-def forward_buffer(edge: Edge, microbatch: int, batch: int = 0) -> Buffer:
-    """The buffer of a value along an edge."""
-    return Buffer(edge.kind, edge.value, edge.source, edge.target, microbatch, batch)
-
-
-def gradient_buffer(edge: Edge, microbatch: int, batch: int = 0) -> Buffer:
-    """The buffer of the gradient that comes back along an edge."""
-    return Buffer("grad", edge.value, edge.target, edge.source, microbatch, batch)
-
-
 class Operands(NamedTuple):
     """The buffers of one micro-batch of a stage.
 
@@ -159,8 +162,8 @@ class Operands(NamedTuple):
         outputs: for each value that its forward makes, a buffer for each consumer.
         saved: what its forward keeps.
         kept: what its backward uses up: ``saved``, or the same when it is back.
-        gradients: for each value that gets a gradient, the parts in the order of their sum.
-        returned: the gradients of its inputs.
+        gradients: for each value that its backward reads, the parts in the order of their sum.
+        returned: for each value that its backward makes for others, a buffer for each consumer.
     """
 
     inputs: tuple[Buffer, ...]
@@ -168,19 +171,30 @@ class Operands(NamedTuple):
     saved: Buffer
     kept: Buffer
     gradients: tuple[tuple[Buffer, ...], ...]
-    returned: tuple[Buffer, ...]
+    returned: tuple[tuple[Buffer, ...], ...]
 
     @staticmethod
-    def of(kept: Buffer, into: Sequence[Edge], away: Sequence[Edge]) -> Operands:
-        """Name them, given the edges that the stage's forward reads and writes."""
+    def of(
+        kept: Buffer,
+        into: Sequence[Edge],
+        away: Sequence[Edge],
+        back: Sequence[Edge],
+        returned: Sequence[Edge],
+    ) -> Operands:
+        """Name them, given the edges that the stage's forward reads and writes, and those that its
+        backward reads and writes."""
         stage, i, batch = kept.source, kept.microbatch, kept.batch
-        by_value = [[e for e in away if e.value == value] for value in outputs_of(away)]
-        groups = gradient_groups(away)
         return Operands(
-            tuple([forward_buffer(edge, i, batch) for edge in into]),
-            tuple([tuple([forward_buffer(e, i, batch) for e in edges]) for edges in by_value]),
+            tuple([edge.buffer(i, batch) for edge in into]),
+            _by_value(away, i, batch),
             own_buffer("saved", stage, i, batch),
             kept,
-            tuple([tuple([gradient_buffer(e, i, batch) for e in edges]) for edges in groups]),
-            tuple([gradient_buffer(edge, i, batch) for edge in into if edge.gradient]),
+            tuple([tuple([e.buffer(i, batch) for e in edges]) for edges in gradient_groups(back)]),
+            _by_value(returned, i, batch),
         )
+
+
+def _by_value(edges: Sequence[Edge], i: int, batch: int) -> tuple[tuple[Buffer, ...], ...]:
+    """For each value the buffers of its edges."""
+    by_value = [[e for e in edges if e.value == value] for value in outputs_of(edges)]
+    return tuple([tuple([e.buffer(i, batch) for e in group]) for group in by_value])

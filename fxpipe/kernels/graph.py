@@ -53,8 +53,7 @@ class GraphKernel:
         writes: how many buffer writes follow them.
         input_strides: the strides that each input was traced with; None for values that are no
             tensors.
-        gradient_outputs: the indices of the outputs that get a gradient.
-        gradient_strides: the strides that each of these gradients was traced with.
+        gradient_strides: the strides that each gradient that the backward reads was traced with.
         input_gradients: how many gradients of inputs the backward graph returns.
         parameter_gradients: for each parameter whether the backward graph returns its gradient.
         input_grad_graph: ``[saved, gradients]`` → input gradients, deferred; see ``part_backward``.
@@ -70,7 +69,6 @@ class GraphKernel:
     outputs: int
     writes: int
     input_strides: Sequence[tuple[int, ...] | None]
-    gradient_outputs: Sequence[int]
     gradient_strides: Sequence[tuple[int, ...]]
     input_gradients: int
     parameter_gradients: Sequence[bool]

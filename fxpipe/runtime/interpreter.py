@@ -7,7 +7,7 @@ values between devices.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from threading import RLock
@@ -63,6 +63,12 @@ class Store:
         stage = buffer.source
         self.kept[stage] += 1
         self.peak[stage] = max(self.peak[stage], self.kept[stage])
+
+    def hand_out(self, buffers: Iterable[Iterable[Buffer]], values: Iterable[Any]) -> None:
+        """Store each value in a buffer for each of its consumers."""
+        for consumers, value in zip(buffers, values, strict=True):
+            for buffer in consumers:
+                self.values[buffer] = value
 
     def take(self, buffer: Buffer) -> list[Any]:
         """Remove and return what a backward reads last; its micro-batch is kept no more."""

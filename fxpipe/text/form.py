@@ -12,7 +12,7 @@ from fxpipe.text.scan import Line, is_name, print_title
 
 _MARKS = re.compile(r"'+|\++")
 _END = re.compile(r"(?:host|0|[1-9][0-9]{0,8})(?!\w)")
-_EDGE = re.compile(r"(?:in|act|skip|out)\b")
+_EDGE = re.compile(r"(?:in|act|skip|out|grad)\b")
 _WORD = re.compile(r"\w+")
 
 

@@ -4,8 +4,10 @@ A plan lists its edges, then its stages::
 
     plan stages=2
     edge in x host->0
-    edge act relu 0->1 gradient
-    edge out linear 1->host gradient
+    edge act relu 0->1
+    edge out linear 1->host
+    edge grad relu 1->0
+    edge grad linear host->1
     stage 0
       parameter p_conv_weight = conv.weight
       buffer b_bn_running_mean = bn.running_mean
@@ -74,7 +76,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 def print_plan(plan: Plan) -> str:
     """Print a plan as text."""
-    lines = [f"plan stages={len(plan.stages)}", *(f"edge {edge}" for edge in plan.edges)]
+    edges = (*plan.edges, *plan.gradients)
+    lines = [f"plan stages={len(plan.stages)}", *(f"edge {edge}" for edge in edges)]
     for stage in plan.stages:
         lines.append(f"stage {stage.index}" + (" autograd" if stage.under_autograd else ""))
         lines += [line for edge in plan.edges if (line := _skip(edge, stage.index))]

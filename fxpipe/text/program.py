@@ -25,7 +25,8 @@ def print_program(program: Program) -> str:
     place 0 | 1
     passes lower communicate
     edge in x host->0
-    edge act relu 0->1 gradient
+    edge act relu 0->1
+    edge grad relu 1->0
     device 0
       load      in:x:host->0[0]
       forward   s0[0] v0 keep
@@ -43,7 +44,7 @@ def _lines(program: Program) -> Iterator[str]:
     yield _HEADER.text(program) + replicas
     yield print_place(program.placement, program.copies, program.devices)
     yield " ".join(["passes", *map(print_title, program.passes)])
-    for edge in program.edges:
+    for edge in (*program.edges, *program.gradients):
         yield f"edge {edge}"
     for device, list_ in enumerate(program.lists):
         yield f"device {device}"
@@ -101,7 +102,8 @@ def parse_program(text: str) -> Program:
     return Program(
         **fields,
         placement=placement,
-        edges=tuple(edges),
+        edges=tuple(edge for edge in edges if not edge.gradient),
+        gradients=tuple(edge for edge in edges if edge.gradient),
         lists=tuple(map(tuple, lists)),
         passes=passes,
         launches=tuple(map(tuple, launches)) if launched else (),
@@ -138,10 +140,9 @@ def read_edge(line: Line) -> Edge:
     line.gap(f"an edge such as {_EDGE.example}")
     start = line.at
     fields = _EDGE.read(line)
-    for word in options(line, "gradient"):
-        fields[word] = True
+    line.end()
     kind = fields.pop("kind")
-    edge = Edge(**fields)
+    edge = Edge(**fields, gradient=kind == "grad")
     if edge.kind != kind:
         ends = f"{stage_name(edge.source)}->{stage_name(edge.target)}"
         raise line.error(f"an edge {ends} is of kind {edge.kind!r}, not {kind!r}", start)

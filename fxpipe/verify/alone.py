@@ -14,8 +14,6 @@ from fxpipe.ir.value import (
     COPIED,
     HOST,
     Buffer,
-    forward_buffer,
-    gradient_buffer,
     norm_buffer,
 )
 from fxpipe.ir.walk import Place
@@ -112,10 +110,8 @@ def _carried(program: Program) -> set[tuple[object, ...]]:
     """All buffers of the program that go from one stage to another, without their
     micro-batches."""
     carried: set[tuple[object, ...]] = set()
-    for edge in program.edges:
-        carried.add(forward_buffer(edge, 0)[:4])
-        if edge.gradient:
-            carried.add(gradient_buffer(edge, 0)[:4])
+    for edge in (*program.edges, *program.gradients):
+        carried.add(edge.buffer(0)[:4])
     for stage in range(program.stages):
         carried.update([norm_buffer(stage, other)[:4] for other in range(program.stages)])
     return carried

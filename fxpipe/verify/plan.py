@@ -27,11 +27,18 @@ _WRITING = frozenset(
 )
 
 
+_WAYS = (
+    ("backward", "make the value no later than where it is used"),
+    ("forward", "make the gradient no earlier in the pipeline than where it is used"),
+)
+"""Where an edge of a forward's value, and one of a backward's, must not run, and the cures."""
+
+
 def verify_plan(plan: Plan) -> Plan:
     """Return the plan, or raise VerificationError with every fault in it."""
     faults = [
         *_stages(plan),
-        *edge_faults(plan.edges, len(plan.stages)),
+        *edge_faults((*plan.edges, *plan.gradients), len(plan.stages)),
         *_parameters(plan),
         *_buffers(plan),
     ]
@@ -71,8 +78,9 @@ def _runs_forward(edge: Edge, stages: int) -> bool:
 
 
 def edge_faults(edges: Sequence[Edge], stages: int) -> Iterator[Fault]:
-    """Check the edges of a plan or a program: their ends, and that a value has one producer."""
-    seen: set[tuple[int, int, str]] = set()
+    """Check the edges of a plan or a program: their ends, and that a value of forwards has one
+    producer. That of backwards may be a sum of which each of several stages makes a part."""
+    seen: set[Edge] = set()
     producers: dict[str, dict[int, None]] = {}
     for edge in edges:
         wrong: list[tuple[str, str]] = []
@@ -84,13 +92,16 @@ def edge_faults(edges: Sequence[Edge], stages: int) -> Iterator[Fault]:
                 wrong.append((f"stage {end} does not exist", cure))
         if edge.source == edge.target:
             wrong.append(("starts where it ends", "remove it"))
-        elif edge.target != HOST and edge.source > edge.target:
-            wrong.append(("runs backward", "make the value no later than where it is used"))
-        key = edge.source, edge.target, edge.value
-        if key in seen:
+        elif HOST not in (edge.source, edge.target) and (edge.source > edge.target) is not (
+            edge.gradient
+        ):
+            way, cure = _WAYS[edge.gradient]
+            wrong.append((f"runs {way}", cure))
+        if edge in seen:
             wrong.append(("is there twice", "one edge carries a value to a stage"))
-        seen.add(key)
-        producers.setdefault(edge.value, {})[edge.source] = None
+        seen.add(edge)
+        if not edge.gradient:
+            producers.setdefault(edge.value, {})[edge.source] = None
         for what, cure in wrong:
             yield Fault(what, cure, subject=f"edge {edge}")
     for value, sources in producers.items():

@@ -106,7 +106,7 @@ def _frame(program: Program) -> Iterator[Fault]:
         if program.replicas > 1 or program.depth:
             what = "it has copies of stages, and several replicas or batches that overlap"
             yield Fault(what, "give it one replica and a flush, or no copies")
-    yield from edge_faults(program.edges, program.stages)
+    yield from edge_faults((*program.edges, *program.gradients), program.stages)
 
 
 def _counts(lists: Sequence[Sequence[object]]) -> str:

@@ -19,7 +19,7 @@ from itertools import chain
 from fxpipe.errors import Fault
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import HOST, Buffer, forward_buffer, gradient_buffer
+from fxpipe.ir.value import HOST, Buffer
 from fxpipe.text.program import print_instruction
 from fxpipe.verify.alone import window_of, wrong_alone
 from fxpipe.verify.tasks import Spot, microbatches_text, too_early
@@ -283,19 +283,13 @@ class _Device:
 def missing(ran: AbstractRun) -> Iterator[Fault]:
     """Report outputs and gradients of inputs that the caller never gets, once the batch has run."""
     program = ran.program
-    for edge in program.edges:
-        if edge.target == HOST:
-            make, stage = forward_buffer, edge.source
-        elif edge.source == HOST and edge.gradient and ran.window.trains:
-            make, stage = gradient_buffer, edge.target
-        else:
-            continue
-        lacking = [i for i in range(program.microbatches) if make(edge, i) not in ran.outputs]
-        if lacking:
+    gradients = program.gradients if ran.window.trains else ()
+    for edge in (*program.edges, *gradients):
+        lacking = [i for i in range(program.microbatches) if edge.buffer(i) not in ran.outputs]
+        if edge.target == HOST and lacking:
             yield Fault(
-                f"the caller never gets {make(edge, lacking[0]).kind} {edge.value} of "
-                f"{microbatches_text(lacking)}",
+                f"the caller never gets {edge.kind} {edge.value} of {microbatches_text(lacking)}",
                 "add an output after the instruction that makes it",
-                program.device_of(stage, lacking[0]),
+                program.device_of(edge.source, lacking[0]),
                 subject=f"edge {edge}",
             )

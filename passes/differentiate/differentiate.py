@@ -72,7 +72,7 @@ def differentiate(
     wanted: Wanted,
     functional: bool = True,
 ) -> Plan:
-    """Plan → Plan: give stages their kernels, edges their ``gradient``, and values their specs.
+    """Plan → Plan: give it ``gradients`` and specs, and its stages their kernels.
 
     Args:
         plan: as it was cut.
@@ -126,15 +126,14 @@ class Differentiator:
                     if isinstance(value, Tensor) and value.requires_grad:
                         self.gradients[edge.value, HOST] = torch.ones_like(value)
             self.backward(stage)
-        edges = tuple(
-            replace(edge, gradient=(edge.value, edge.target) in self.gradients)
-            for edge in self.plan.edges
+        gradients = tuple(
+            edge.back for edge in self.plan.edges if (edge.value, edge.target) in self.gradients
         )
         stages = tuple(
             replace(stage, kernel=self.kernels[stage.index]) for stage in self.plan.stages
         )
         specs = {**_specs(self.values), **self.specs}
-        return replace(self.plan, stages=stages, edges=edges, specs=specs)
+        return replace(self.plan, stages=stages, gradients=gradients, specs=specs)
 
     def forward(self, stage: Stage) -> None:
         """Compute the stage's outputs, with their ``requires_grad``."""
@@ -167,12 +166,12 @@ class Differentiator:
     def total_gradient(self, value: str) -> Tensor | None:
         """The sum of a value's gradients from its readers, in the order of the interpreter."""
         edges = [
-            replace(edge, gradient=(edge.value, edge.target) in self.gradients)
+            edge.back
             for edge in self.plan.edges
-            if edge.value == value
+            if edge.value == value and (value, edge.target) in self.gradients
         ]
         for group in gradient_groups(edges):
-            return reduce(add, [self.gradients[edge.value, edge.target] for edge in group])
+            return reduce(add, [self.gradients[value, edge.source] for edge in group])
         return None
 
     def arguments(self, stage: Stage) -> tuple[list[Tensor], list[Tensor], list[Any]]:

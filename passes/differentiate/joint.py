@@ -213,7 +213,7 @@ class JointTrace:
         except NotRecorded:
             graph, computed = self._traced(given, has)
         for node in graph.nodes:
-            node.target = _FITTED.get(node.target, node.target)
+            node.target = FITTED.get(node.target, node.target)
         stage, returned = self._sides.stage, self._sides.returned
         inputs = self._arguments[self._buffers.stop :]
         of_inputs, of_parameters = computed[: len(inputs)], computed[len(inputs) :]
@@ -240,7 +240,6 @@ class JointTrace:
             outputs=len(returned),
             writes=len(stage.writes),
             input_strides=tuple(map(_strides, inputs)),
-            gradient_outputs=tuple(index for index, wanted in enumerate(has) if wanted),
             gradient_strides=tuple(gradient.stride() for gradient in given),
             input_gradients=sum(gradient is not None for gradient in of_inputs),
             parameter_gradients=tuple(gradient is not None for gradient in of_parameters),
@@ -356,7 +355,7 @@ def _order(x: Tensor) -> torch.memory_format:
     return suggest_memory_format(x) if x.is_cpu else torch.contiguous_format
 
 
-_FITTED: Mapping[Any, Any] = {
+FITTED: Mapping[Any, Any] = {
     aten.mkldnn_rnn_layer.default: rnn_layer_with_workspace,
     aten.native_group_norm.default: group_norm,
     aten.native_group_norm_backward.default: group_norm_backward,

@@ -45,7 +45,7 @@ def _parted(stage: Stage) -> Kernel | None:
     pairs = _part_convolutions(graph)
     *nodes, output = graph.nodes
     arguments = [node for node in nodes if node.op == "placeholder"]
-    gradients = arguments[len(arguments) - len(kernel.gradient_outputs) :]
+    gradients = arguments[len(arguments) - len(kernel.gradient_strides) :]
     of_inputs = output.args[0][: kernel.input_gradients]
     of_parameters = output.args[0][kernel.input_gradients :]
     weights = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from fxpipe.errors import InputError
@@ -75,16 +75,14 @@ class Lower:
                 task needs summed gradients, of which each replica has only a part.
         """
         _check(schedule, self.plan, self.replicas)
-        edges = self.plan.edges
-        if not schedule.trains:
-            edges = tuple(replace(edge, gradient=False) for edge in edges)
         instructions = _Instructions(schedule, self)
         return Program(
             name=schedule.name,
             microbatches=schedule.microbatches,
             placement=schedule.placement,
             copies=schedule.working,
-            edges=edges,
+            edges=self.plan.edges,
+            gradients=self.plan.gradients if schedule.trains else (),
             lists=tuple(
                 tuple(self._device(instructions, schedule, device))
                 for device in range(schedule.devices)

@@ -111,11 +111,16 @@ def measure(
     trained = zip(stage.parameters, kernel.parameter_gradients, strict=True)
     summed = [state[argument.target] for argument, has_gradient in trained if has_gradient]
     totals = [shared.like(x) for x in summed]  # these and gradients share memory in any case
+    examples: list[Any] = []  # the gradients that the backward reads
+    if stage.backward is not None:
+        given = stage.backward.graph.find_nodes(op="placeholder")
+        end = len(given) - len(totals)
+        examples = [n.meta["val"] for n in given[end - len(kernel.gradient_strides) : end]]
     with torch.no_grad():
         for _ in range(_ROUNDS):
             flat = forward.run(*arguments)
             if backward is not None:
-                gradients = [shared.like(flat[index]) for index in kernel.gradient_outputs]
+                gradients = [shared.like(example) for example in examples]
                 backward.run(*flat[kept:], *gradients, *totals)
                 if input_grad is not None:
                     halfway = input_grad.run(*flat[kept:], *gradients)

@@ -133,7 +133,7 @@ def accepts(
         if guards[0] is None:
             return True
         try:
-            guards[0](*map(_resized, leaves, strides, shapes))
+            guards[0](*map(resized, leaves, strides, shapes))
         except Exception:
             return False
         return True
@@ -158,7 +158,7 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
     return [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in leaves]
 
 
-def _resized(leaf: Any, strides: Sequence[int], shape: tuple[int, ...] | None) -> Any:
+def resized(leaf: Any, strides: Sequence[int], shape: tuple[int, ...] | None) -> Any:
     """A tensor without data of another shape, laid out like one with these strides: with as much
     room after each dimension, such as after ``x[:, :-1]``."""
     if shape is None:
@@ -203,9 +203,9 @@ def _export(
             checkpoints_opened(refuses=True),
             returning_parts(model),
             _announced(model, as_export),
-            _distributions_unchecked(),
-            _masks_unread(),
-            _DataDetached(),
+            distributions_unchecked(),
+            masks_unread(),
+            DataDetached(),
             _use_lazy_graph_module(True),  # only graphs are read, so that no code is generated
         ):
             warnings.simplefilter("ignore")  # about attributes that the model itself assigns
@@ -249,7 +249,7 @@ def _announced(model: nn.Module, as_export: bool) -> Iterator[None]:
         hook.remove()
 
 
-class _DataDetached(TorchFunctionMode):
+class DataDetached(TorchFunctionMode):
     """Inside, trace ``tensor.data`` as ``tensor.detach()``: export cannot trace ``.data``.
 
     On exit, refuse writes into such a tensor: autograd does not notice them in the model, but would
@@ -289,7 +289,7 @@ def _unseen(where: str) -> TraceError:
 
 
 @contextmanager
-def _distributions_unchecked() -> Iterator[None]:
+def distributions_unchecked() -> Iterator[None]:
     """Inside, ``torch.distributions`` do not validate their arguments: a trace has no values."""
     validate = Distribution._validate_args
     Distribution.set_default_validate_args(False)
@@ -300,7 +300,7 @@ def _distributions_unchecked() -> Iterator[None]:
 
 
 @contextmanager
-def _masks_unread() -> Iterator[None]:
+def masks_unread() -> Iterator[None]:
     """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply attention masks without
     comparing their values with a causal mask, which would choose a faster kernel with the same
     result."""

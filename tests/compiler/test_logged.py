@@ -16,7 +16,7 @@ from fxpipe import PartitionError
 from fxpipe.compiler.passes import LISTS
 
 X = torch.randn(8, 4)
-PASSES = ["export", "functionalise", "measure", "balance", "cut", "differentiate"]
+PASSES = ["capture", "measure", "balance", "cut", "divide"]
 PASSES += ["verify plan", "lower", "communicate", "free"]
 PASSES += ["verify schedule", "verify program"]
 
@@ -100,4 +100,4 @@ def test_the_lines_that_the_page_gives_print_each_pass_with_its_time(
     told = capsys.readouterr().err.splitlines()
     found = [re.fullmatch(r"DEBUG:fxpipe:(.+) took [\d.]+ s", line) for line in told]
     names = {match[1] for match in found if match}
-    assert {"export", "cut", "lower", "verify program"} <= names
+    assert {"capture", "cut", "lower", "verify program"} <= names

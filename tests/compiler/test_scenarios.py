@@ -1,4 +1,4 @@
-"""How often each kind of call traces, differentiates and measures a model, and that it is right."""
+"""How often each kind of call captures and measures a model, and that it is right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import fxpipe
 pytestmark = pytest.mark.traces
 
 MICROBATCHES = 4
-COUNTED = ("export", "measure", "balance", "differentiate", "check")
+COUNTED = ("capture", "measure", "balance", "check")
 
 
 class Net(nn.Module):
@@ -91,26 +91,23 @@ def trained() -> Iterator[Any]:
 Step = Callable[..., None]
 
 
-def test_each_graph_is_traced_and_differentiated_once(
-    trained: tuple[Any, Step], passes: Passes
-) -> None:
+def test_each_graph_is_captured_once(trained: tuple[Any, Step], passes: Passes) -> None:
     pipe, step = trained
     step(16)
-    # the model and its loss are traced; what is measured is differentiated, too
-    first = {"export": 2, "measure": 1, "balance": 1, "differentiate": 2, "check": 1}
+    first = {"capture": 1, "measure": 1, "balance": 1, "check": 1}
     assert passes.taken() == first
     step(16)
     assert passes.taken() == {}
     step(16, length=3)
-    assert passes.taken() == {"export": 2, "differentiate": 1, "check": 1}
+    assert passes.taken() == {"capture": 1, "check": 1}
     pipe.eval()(batch(16)[0])
-    assert passes.taken() == {"export": 1, "differentiate": 1, "check": 1}
+    assert passes.taken() == {"capture": 1, "check": 1}
     pipe.train()
     step(16)
     assert passes.taken() == {}
 
 
-def test_lengths_after_the_second_are_neither_traced_nor_differentiated(
+def test_lengths_after_the_second_are_not_captured(
     trained: tuple[Any, Step], passes: Passes
 ) -> None:
     _, step = trained
@@ -129,7 +126,7 @@ def test_a_partial_batch_uses_the_graph_of_whole_ones_where_it_has_micro_batches
     step(16)
     passes.taken()
     step(15)  # micro-batches of 4 and 3 samples
-    assert passes.taken() == {"export": 2, "differentiate": 1, "check": 1}
+    assert passes.taken() == {"capture": 1, "check": 1}
     for rows in (13, 16, 15):
         step(rows)
     assert passes.taken() == {}
@@ -142,11 +139,11 @@ def test_a_partial_batch_traces_once_for_all_sizes(
     step(16)
     passes.taken()
     step(10)  # micro-batches of 3 and 2 samples share one graph
-    assert passes.taken() == {"export": 2, "differentiate": 2, "check": 1}
+    assert passes.taken() == {"capture": 1, "check": 1}
     step(8)  # of 2
     assert passes.taken() == {}
     step(24)  # of 6
-    assert passes.taken() == {"differentiate": 1}
+    assert passes.taken() == {}
     for rows in (16, 10, 8, 24):
         step(rows)
     assert passes.taken() == {}

@@ -171,8 +171,8 @@ def run_plan(
     saved = []
     # (value, the stage that read it) → its gradient
     back: dict[tuple[str, int], Tensor] = {}
-    for edge in plan.edges:
-        if edge.gradient and edge.target == HOST:
+    for edge in plan.gradients:
+        if edge.source == HOST:
             spec = plan.specs[edge.value]
             back[edge.value, HOST] = seed_like(torch.empty(spec.shape, dtype=spec.dtype))
     with torch.no_grad():
@@ -189,15 +189,15 @@ def run_plan(
             saved.append(done.saved)
         for stage in reversed(plan.stages if back else ()):
             assert stage.kernel is not None
-            groups = gradient_groups(plan.edges_from(stage.index))
-            given = [reduce(add, [back[e.value, e.target] for e in group]) for group in groups]
+            groups = gradient_groups(plan.gradients_into(stage.index))
+            given = [reduce(add, [back[e.value, e.source] for e in group]) for group in groups]
             if halves:
                 inputs, deferred = stage.kernel.input_grad(saved[stage.index], given)
                 parameters = stage.kernel.weight_grad(deferred)
             else:
                 whole = stage.kernel.backward(saved[stage.index], given)
                 inputs, parameters = whole.inputs, whole.parameters
-            carried = [e.value for e in plan.edges_into(stage.index) if e.gradient]
+            carried = outputs_of(plan.gradients_from(stage.index))
             back.update(((n, stage.index), g) for n, g in zip(carried, inputs, strict=True))
             names = (a.target for a in stage.parameters)
             ran.gradients.update(

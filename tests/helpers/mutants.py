@@ -170,7 +170,7 @@ def _other_moves(program: Program, instruction: ins.Move) -> Iterator[tuple[str,
             yield "change micro-batch", make(buffer._replace(microbatch=i))
     for batch in (buffer.batch - 1, buffer.batch + 1):
         yield "change batch", make(buffer._replace(batch=batch))
-    for edge in program.edges:
+    for edge in (*program.edges, *program.gradients):
         if (edge.value, edge.source, edge.target) != buffer[1:4]:
             other = buffer._replace(
                 kind=edge.kind, value=edge.value, source=edge.source, target=edge.target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -37,21 +38,21 @@ def chain(stages: int) -> Plan:
     """Input ``x`` → ``y0`` → ``y1`` → … → ``loss``, one value from each stage to the next."""
     values = ["x", *(f"y{stage}" for stage in range(stages - 1)), "loss"]
     ends = [HOST, *range(stages), HOST]
-    edges = tuple(
-        Edge(ends[k], ends[k + 1], value, gradient=k > 0) for k, value in enumerate(values)
+    ways = [(ends[k], ends[k + 1], value) for k, value in enumerate(values)]
+    return plan_of(
+        stages, Edge(*ways[0]), *itertools.chain.from_iterable(both(*way) for way in ways[1:])
     )
-    return plan_of(stages, *edges)
 
 
 def along(schedule: Schedule) -> Plan:
     """Stages of which each hands one value to those that it feeds, by the schedule's edges."""
     pairs = schedule.edges or ()
-    edges = [Edge(source, target, f"y{source}", gradient=True) for source, target in pairs]
+    edges = [edge for source, target in pairs for edge in both(source, target, f"y{source}")]
     for stage in range(schedule.stages):
         if all(target != stage for _, target in pairs):
             edges.append(Edge(HOST, stage, "x"))
         if all(source != stage for source, _ in pairs):
-            edges.append(Edge(stage, HOST, f"y{stage}", gradient=True))
+            edges += both(stage, HOST, f"y{stage}")
     return plan_of(schedule.stages, *edges)
 
 
@@ -108,23 +109,33 @@ def skipping(stages: int) -> Plan:
     last = stages - 1
     plan = chain(stages)
     entry, *middle, loss = plan.edges
+    returning = [edge.back for edge in (*middle, loss)]
     return plan_of(
         stages,
-        Edge(entry.source, entry.target, entry.value, gradient=True),
+        *both(entry.source, entry.target, entry.value),
         Edge(HOST, last, "t"),
-        Edge(0, last, "h", gradient=True),
-        Edge(0, 1, "h", gradient=True),
+        *both(0, last, "h"),
+        *both(0, 1, "h"),
         Edge(0, last, "size"),
         *middle,
         Edge(last, HOST, "out"),
         loss,
+        *returning,
     )
 
 
 def plan_of(stages: int, *edges: Edge) -> Plan:
-    """A plan of empty stages with these edges."""
+    """A plan of empty stages with these edges, those of gradients among them."""
     graph = _empty()
-    return Plan(tuple(Stage(index, (), (), (), graph) for index in range(stages)), edges)
+    forward = tuple(edge for edge in edges if not edge.gradient)
+    back = tuple(edge for edge in edges if edge.gradient)
+    return Plan(tuple(Stage(index, (), (), (), graph) for index in range(stages)), forward, back)
+
+
+def both(source: int, target: int, value: str) -> tuple[Edge, Edge]:
+    """The edge of a value, and that of its gradient."""
+    edge = Edge(source, target, value)
+    return edge, edge.back
 
 
 @cache

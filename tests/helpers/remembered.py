@@ -27,7 +27,10 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.runner import Pass, run_all
 
-LISTS = (passes.TRACE, passes.JOIN, passes.SINGLE, passes.MEASURE, passes.FIT, passes.PLAN)
+LISTS = (
+    *(passes.CAPTURE, passes.TRACE, passes.JOIN, passes.SINGLE, passes.MEASURE, passes.FIT),
+    passes.PLAN,
+)
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, range, slice),
@@ -39,7 +42,7 @@ PLAIN = (
 RESULTS = ("traced", "plan", "costs", "assignment", "values")
 """What is asked of those lists."""
 
-BY_SHAPE = ("args", "kwargs", "targets", "values", "state")
+BY_SHAPE = ("args", "kwargs", "targets", "numbers", "output", "real_targets", "values", "state")
 """Facts with tensors that are inputs of graphs; the data of all others may be part of a graph."""
 
 _made: dict[Any, dict[str, Any]] = {}

@@ -30,7 +30,8 @@ def plan(text: str, root: nn.Module | None = None) -> Plan:
     for part in re.split(r"^(?=stage )", text, flags=re.MULTILINE)[1:]:
         _, index, *autograd = part.split("\n")[0].split()
         stages.append(Stage(int(index), *_body(part.splitlines()[1:], root), bool(autograd)))
-    return Plan(tuple(stages), edges)
+    forward = tuple(edge for edge in edges if not edge.gradient)
+    return Plan(tuple(stages), forward, tuple(edge for edge in edges if edge.gradient))
 
 
 def traced(text: str, root: nn.Module | None = None) -> Traced:

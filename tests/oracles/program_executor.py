@@ -175,7 +175,8 @@ class _Run(Devices):
 
     def _compute(self, device: int, instruction: ins.Compute, version: int, batch: int) -> None:
         stage, i = instruction.stage, instruction.microbatch
-        edges, memory = self.program.edges, self.memory[device]
+        edges, gradients = self.program.edges, self.program.gradients
+        memory = self.memory[device]
 
         def own(kind: BufferKind) -> Buffer:
             return Buffer(kind, "", stage, stage, i, batch)
@@ -186,7 +187,7 @@ class _Run(Devices):
             return value
 
         def back(e: Edge) -> Buffer:
-            return Buffer("grad", e.value, e.target, e.source, i, batch)
+            return Buffer("grad", e.value, e.source, e.target, i, batch)
 
         away = (stage, i) in self.away
         kept: BufferKind = "fetched" if away and (stage, i) not in self.again else "saved"
@@ -204,8 +205,8 @@ class _Run(Devices):
                 if here not in ("B", "W"):
                     raise WrongError("there is no such backward")
                 self._read(device, own(kept if here == "B" else "deferred"))
-                for e in edges:
-                    if here == "B" and e.source == stage and e.gradient:
+                for e in gradients:
+                    if here == "B" and e.target == stage:
                         self._read(device, back(e))
                 self.begun[stage, batch] = here, i, version, bucket
                 return
@@ -242,12 +243,10 @@ class _Run(Devices):
                     self._write(device, own("state"), made)
             case ins.Backward() | ins.InputGrad():
                 forward = take(kept)
-                arriving = [
-                    self._read(device, back(e)) for e in edges if e.source == stage and e.gradient
-                ]
+                arriving = [self._read(device, back(e)) for e in gradients if e.target == stage]
                 found = self.model.gradient(stage, version, forward, arriving)
-                for e in edges:
-                    if e.target == stage and e.gradient:
+                for e in gradients:
+                    if e.source == stage:
                         self._write(device, back(e), tensor(found, e.value))
                 if isinstance(instruction, ins.InputGrad):
                     self._write(device, own("deferred"), found)

@@ -109,7 +109,7 @@ def plain_loop(
 
     Args:
         stages: the number of stages.
-        edges: the edges between them.
+        edges: the edges between them, those of gradients among them.
         microbatches: the number of micro-batches in a step.
         trains: whether there is a backward.
         updates: whether the weights are updated.
@@ -157,6 +157,8 @@ def _plain_microbatch(
     at: list[int],
     given: dict[tuple[int, int], list[int]],
 ) -> None:
+    gradients = [e for e in edges if e.gradient]
+    edges = tuple(e for e in edges if not e.gradient)
     values = {e.value: tensor("caller", e.value, i, batch) for e in edges if e.source == HOST}
     kept = {}
     for stage in range(stages):
@@ -168,15 +170,13 @@ def _plain_microbatch(
     }
     if not trains:
         return
-    back = {e: tensor("gradient", e.value, i, batch) for e in edges if e.target == HOST}
+    back = {e: tensor("gradient", e.value, i, batch) for e in gradients if e.source == HOST}
     for stage in reversed(range(stages)):
-        arriving = [back[e] for e in edges if e.source == stage and e.gradient]
+        arriving = [back[e] for e in gradients if e.target == stage]
         found = model.gradient(stage, old[stage], kept[stage], arriving)
         to = given.setdefault((stage, at[stage]), []) if at[stage] else None
         model.add(stage, batch, found, old[stage], to)
-        back |= {e: tensor(found, e.value) for e in edges if e.target == stage}
+        back |= {e: tensor(found, e.value) for e in gradients if e.source == stage}
     model.given |= {
-        (e.value, e.target, True, i, batch): back[e]
-        for e in edges
-        if e.source == HOST and e.gradient
+        (e.value, e.source, True, i, batch): back[e] for e in gradients if e.target == HOST
     }

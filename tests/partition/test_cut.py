@@ -232,4 +232,4 @@ def test_a_stage_takes_its_size_from_a_tensor_that_is_there_when_it_is_needed() 
         made = pipe(x := torch.rand(6, 4))
         expected = torch.cat([model(part) for part in x.tensor_split(2)])
     assert torch.equal(made, expected)
-    assert [edge.value for edge in pipe.plan.edges if edge.kind == "act"] == ["linear"]
+    assert [edge.value for edge in pipe.plan.edges if edge.kind == "act"] == ["addmm"]

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from examples.unet import UNet
-from fxpipe.passes.tracing.trace import trace
+from fxpipe.passes.tracing import capture
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import LEVELS, deep
 from tests.oracles import loop
@@ -23,15 +23,15 @@ from tests.oracles import loop
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every trace of a model from now on: the batch size that it is for, or "any"."""
+    """Every capture of a model from now on: the batch size that it is for, or "any"."""
     found: list[str] = []
 
-    def counted(model: nn.Module, args: Any, kwargs: Any, free: Any) -> Any:
-        if model._get_name() != "the loss":
-            found.append("any" if any(free) else str(len(args[0])))
-        return trace(model, args, kwargs, free)
+    def counted(whole: capture.Whole, names: Any, as_export: bool) -> Any:
+        found.append("any" if whole.symbolic else str(len(whole.tensors[0])))
+        return captured(whole, names, as_export)
 
-    monkeypatch.setattr("fxpipe.passes.tracing.trace.trace", counted)
+    captured = capture._captured
+    monkeypatch.setattr(capture, "_captured", counted)
     return found
 
 

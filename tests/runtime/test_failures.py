@@ -148,8 +148,8 @@ def averaged(output: Tensor, *targets: Tensor) -> Tensor:
 
 
 def test_a_loss_that_fails_names_its_line() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:  # the line of the loss
-        return functional.cross_entropy(output, target)
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target)  # the line of the loss
 
     x, y = batch()
     with obeying(loss=loss) as pipe:

@@ -108,7 +108,7 @@ def test_what_a_trace_has_dropped_is_gone_before_the_next_pass(
 ) -> None:
     made: list[weakref.ref[fx.Graph]] = []
     dropped: list[int] = []
-    make, traced = fx.Graph.__init__, FrontEnd._traced
+    make, traced = fx.Graph.__init__, FrontEnd._captured
 
     def remembered(self: fx.Graph, *args: Any, **options: Any) -> None:
         made.append(weakref.ref(self))
@@ -122,7 +122,7 @@ def test_what_a_trace_has_dropped_is_gone_before_the_next_pass(
         return found
 
     monkeypatch.setattr(fx.Graph, "__init__", remembered)
-    monkeypatch.setattr(FrontEnd, "_traced", looked_at)
+    monkeypatch.setattr(FrontEnd, "_captured", looked_at)
     with fxpipe.compile(nn.Linear(3, 3), ["cpu"], microbatches=2, loss=F.mse_loss) as pipe:
         pipe.step(torch.ones(4, 3), target=torch.ones(4, 3))
     assert len(made) > 2

@@ -25,7 +25,7 @@ from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, one_f_one_b
 from fxpipe.schedules.one_f_one_b import seq1f1b
 from tests.helpers.faults import faults_of
-from tests.helpers.plans import chain, chain_program, plan_of
+from tests.helpers.plans import both, chain, chain_program, plan_of
 from tests.oracles import loop
 
 COSTS = {"F": 1, "B": 2, "U": 0}
@@ -218,14 +218,14 @@ def test_a_plan_that_needs_an_order_which_the_schedule_has_not_is_refused() -> N
     plan = plan_of(
         3,
         Edge(HOST, 0, "x"),
-        Edge(0, 1, "a", gradient=True),
-        Edge(1, 2, "b", gradient=True),
-        Edge(2, HOST, "loss", gradient=True),
+        *both(0, 1, "a"),
+        *both(1, 2, "b"),
+        *both(2, HOST, "loss"),
     )
     message = r"stage 0 sends a to stage 1, and the edges of schedule '1f1b' let neither wait"
     with pytest.raises(InputError, match=message):
         Lower(plan)(replace(one_f_one_b(3, 2), edges=((0, 2), (1, 2))).verify())
-    skipping = replace(plan, edges=(*plan.edges, Edge(0, 2, "a", gradient=True)))
+    skipping = replace(plan, edges=(*plan.edges, Edge(0, 2, "a")))
     assert Lower(skipping)(one_f_one_b(3, 2)).edges == skipping.edges  # 0 is before 2 by way of 1
 
 

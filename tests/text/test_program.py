@@ -154,12 +154,13 @@ def programs(draw: st.DrawFn) -> Program:
         draw(st.text(max_size=8)),
         draw(SMALL),
         tuple(draw(st.lists(homes, min_size=stages, max_size=stages))),
-        tuple(draw(st.lists(st.builds(Edge, ENDS, ENDS, NAMES, st.booleans()), max_size=4))),
+        tuple(draw(st.lists(st.builds(Edge, ENDS, ENDS, NAMES), max_size=4))),
         lists,
         tuple(draw(st.lists(st.text(max_size=6), max_size=3))),
         launches if launched else (),
         draw(st.integers(1, 3)),
         draw(st.just(()) | copies(stages, devices)),
+        tuple(draw(st.lists(st.builds(Edge, ENDS, ENDS, NAMES, st.just(True)), max_size=4))),
     )
 
 
@@ -195,7 +196,7 @@ def in_list(line: str) -> str:
         (HEAD + "barrier\ndevice 0", 4, 1, "expected 'device'"),
         (HEAD + "edge act x 0->2", 4, 6, "is of kind 'skip', not 'act'"),
         (HEAD + "edge act x 0-1", 4, 13, "expected '->', as in act x 0->1, got '-1'"),
-        (HEAD + "edge act x 0->1 gradients", 4, 17, "expected 'gradient' or the end of the line"),
+        (HEAD + "edge act x 0->1 gradients", 4, 17, "unexpected 'gradients'; remove it"),
         (in_list("edge act x 0->1"), 5, 1, "there is no instruction 'edge'"),
         (in_list("  sned act:x:0->1[0]"), 5, 3, "did you mean 'send'"),
         (in_list("  send"), 5, 7, "expected a blank and a buffer"),
@@ -257,7 +258,14 @@ def test_any_text_is_read_or_refused_with_its_place(text: str) -> None:
 
 WHOLE = str(
     replace(
-        Program("mine", 4, (0, 1, 0), (Edge(HOST, 0, "x"), Edge(0, 1, "y", True)), ((), ())),
+        Program(
+            "mine",
+            4,
+            (0, 1, 0),
+            (Edge(HOST, 0, "x"), Edge(0, 1, "y")),
+            ((), ()),
+            gradients=(Edge(1, 0, "y", True),),
+        ),
         lists=(tuple(instruction for instruction, _ in LINES.values()), (ins.Pause(),)),
         passes=("lower", "communicate"),
     )

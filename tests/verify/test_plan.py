@@ -19,16 +19,23 @@ from tests.helpers.lines import lines
 
 TEXT = """\
 plan stages=3
-edge in x host->0 gradient
-edge act p_tied 0->1 gradient
-edge skip p_tied 0->2 gradient
-edge act relu 0->1 gradient
-edge skip relu 0->2 gradient
+edge in x host->0
+edge act p_tied 0->1
+edge skip p_tied 0->2
+edge act relu 0->1
+edge skip relu 0->2
 edge act size 0->1
-edge act add 1->2 gradient
+edge act add 1->2
 edge in t host->2
-edge out sum_1 2->host gradient
+edge out sum_1 2->host
 edge out mul 2->host
+edge grad x 0->host
+edge grad p_tied 1->0
+edge grad p_tied 2->0
+edge grad relu 1->0
+edge grad relu 2->0
+edge grad add 2->1
+edge grad sum_1 host->2
 stage 0
   parameter p_weight = conv.weight
   parameter p_tied = tied.weight
@@ -93,10 +100,12 @@ def test_a_valid_plan_is_returned() -> None:
 MUTANTS = [
     ("stage 1\n", "stage 2\n", "stage 2: stands at place 1, but has the index 2"),
     # Edges
-    ("0->2 gradient\nedge act relu", "0->3 gradient\nedge act relu", "stage 3 does not exist"),
-    ("act add 1->2", "out add 3->host", "edge out add 3->host gradient: stage 3 does not exist"),
-    ("act add 1->2", "skip add 2->1", "edge skip add 2->1 gradient: runs backward"),
-    ("act add 1->2", "skip add 1->1", "edge skip add 1->1 gradient: starts where it ends"),
+    ("0->2\nedge act relu", "0->3\nedge act relu", "stage 3 does not exist"),
+    ("act add 1->2", "out add 3->host", "edge out add 3->host: stage 3 does not exist"),
+    ("act add 1->2", "skip add 2->1", "edge skip add 2->1: runs backward"),
+    ("act add 1->2", "skip add 1->1", "edge skip add 1->1: starts where it ends"),
+    ("grad add 2->1", "grad add 1->2", "edge grad add 1->2: runs forward; make the gradient no"),
+    ("grad add 2->1", "grad relu 1->0", "edge grad relu 1->0: is there twice"),
     ("edge in t host->2", "edge in t host->host", "edge in t host->host: starts where it ends"),
     ("edge act size 0->1", "edge act relu 0->1", "edge act relu 0->1: is there twice"),
     # Values
@@ -143,7 +152,7 @@ MUTANTS = [
     ("edge in t host->2\n", "", "stage 2: its graph has a superfluous placeholder for 't'"),
     ("edge act size 0->1\n", "", "stage 1: its graph has a superfluous placeholder for 'size'"),
     (
-        "edge act relu 0->1 gradient\n",
+        "edge act relu 0->1\n",
         "",
         "stage 1: its graph has a superfluous placeholder for 'relu'",
     ),
@@ -158,7 +167,7 @@ MUTANTS = [
         "stage 2: its graph has no placeholder for 'relu'",
     ),
     (
-        "edge skip relu 0->2 gradient\n",
+        "edge skip relu 0->2\n",
         "",
         "stage 2: its graph has a superfluous placeholder for 'relu'",
     ),
@@ -270,10 +279,10 @@ def chain(stages: int) -> Plan:
         value.name = f"y_{index}x"
         graph.output((value,))
         target = index + 1 if index + 1 < stages else HOST
-        edges.append(Edge(index, target, value.name, gradient=True))
+        edges.append(Edge(index, target, value.name))
         parameters = (Argument(weight.name, f"layers.{index}.weight"),)
         built.append(Stage(index, parameters, (), (), fx.GraphModule(nn.Module(), graph)))
-    return Plan(tuple(built), tuple(edges))
+    return Plan(tuple(built), tuple(edges), tuple(edge.back for edge in edges[1:]))
 
 
 def test_the_work_grows_with_the_size_of_the_plan_alone() -> None:

@@ -182,7 +182,7 @@ def expected_of(case: Case, program: Program, steps: int) -> Model:
     own = "N" in schedule.kinds
     return plain_loop(
         program.stages,
-        program.edges,
+        (*program.edges, *program.gradients),
         program.microbatches,
         trains=schedule.trains,
         updates=updates and schedule.trains,

@@ -288,7 +288,7 @@ def test_sums_over_replicas_are_there_exactly_where_there_are_several() -> None:
         ({"edges": (Edge(1, 0, "y"),)}, "runs backward"),
         ({"edges": (Edge(HOST, HOST, "y"),)}, "starts where it ends"),
         ({"edges": (Edge(0, 1, "y z"),)}, "'y z' is no name of a value"),
-        ({"edges": (Edge(0, 1, "y"), Edge(0, 1, "y", True))}, "is there twice"),
+        ({"edges": (Edge(0, 1, "y"), Edge(0, 1, "y"))}, "is there twice"),
         ({"edges": (Edge(0, 1, "y"), Edge(1, HOST, "y"))}, "comes from stage 0 and stage 1"),
     ],
 )

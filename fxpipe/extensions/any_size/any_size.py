@@ -46,23 +46,25 @@ class Symbols:
     """The inputs of a micro-batch, with symbols for the sizes that its graph leaves free.
 
     Attributes:
+        free: for each flat input and target the dimensions of any size.
         leaves: the flat inputs and targets; those with symbols are tensors without data.
     """
 
-    def __init__(self, traced: Traced, leaves: Sequence[Any]) -> None:
+    def __init__(self, dims: Dims, leaves: Sequence[Any]) -> None:
         """Args:
-        traced: the graph.
-        leaves: the flat inputs and targets of one micro-batch, for which the graph holds.
+        dims: for each flat input and target the dimensions of any size.
+        leaves: the flat inputs and targets of one micro-batch.
         """
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
 
         self._env = ShapeEnv(
             duck_shape=False, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
         )
-        self._mode = FakeTensorMode(shape_env=self._env)
+        self._mode = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self._expressions: list[tuple[int, list[Any]]] = []
+        self.free = dims
         self.leaves = list(leaves)
-        for index, free in enumerate(free_dims(traced)):
+        for index, free in enumerate(dims):
             if free:
                 named = self.leaves[index] = self._named(f"input_{index}", leaves[index], free)
                 self._expressions.append((index, [*map(_expression, _described(named))]))
@@ -138,7 +140,7 @@ def sized(
     try:
         if isinstance(known, int):
             made[key] = None
-            symbols = Symbols(traced, call.leaves)
+            symbols = Symbols(free, call.leaves)
             with symbols_as_operands():
                 plan = differentiated(replace(call, leaves=symbols.leaves))
             known = made[key] = symbols, plan
@@ -167,7 +169,7 @@ def put_sizes(plan: Plan, symbols: Symbols, leaves: Sequence[Any]) -> Plan:
     Raises:
         SizeError: as ``Symbols.numbers``, or the plan has a symbol for a fraction.
     """
-    put = _Put(symbols.numbers(leaves))
+    put = Put(symbols.numbers(leaves))
     stages = tuple(replace(stage, kernel=_sized(stage, put)) for stage in plan.stages)
     specs = {
         name: replace(
@@ -180,7 +182,7 @@ def put_sizes(plan: Plan, symbols: Symbols, leaves: Sequence[Any]) -> Plan:
     return replace(plan, stages=stages, specs=specs)
 
 
-def _sized(stage: Stage, put: _Put) -> GraphKernel:
+def _sized(stage: Stage, put: Put) -> GraphKernel:
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel):
         raise SizeError("a stage has no graphs")
@@ -194,7 +196,7 @@ def _sized(stage: Stage, put: _Put) -> GraphKernel:
     )
 
 
-class _Put:
+class Put:
     """Puts numbers in the place of symbols."""
 
     def __init__(self, numbers: dict[Any, int]) -> None:
@@ -224,12 +226,15 @@ class _Put:
     def graph(self, graph: fx.Graph) -> fx.Graph:
         made = fx.Graph()
         made.set_codegen(graph._codegen)
-        copies: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, Any] = {}  # a size has a number
 
         def put(value: Any) -> Any:
             return copies[value] if isinstance(value, fx.Node) else self(value)
 
         for node in graph.nodes:
+            if type(node.meta.get("val")) is torch.SymInt:
+                copies[node] = self._size(node.meta["val"])
+                continue
             args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), put)
             copies[node] = created(made, node.op, node.target, args, kwargs, node.name)
             copies[node].meta.update(node.meta)

@@ -28,6 +28,7 @@ from fxpipe.extensions.deferred_batchnorm.moments import gather
 from fxpipe.ir.plan import Argument, Write
 from fxpipe.ir.traced import DeferredNorm, Traced
 from fxpipe.passes.graph.lazy_module import copied
+from fxpipe.passes.graph.unread import drop_unread
 from fxpipe.passes.runner import Pass
 
 aten = torch.ops.aten
@@ -61,7 +62,8 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     return _Deferrer(copied(traced), modules).run()
 
 
-_PASSES = {"join": [("seed_randomness", Pass(defer_batchnorm, "traced, model", "traced"))]}
+_DEFER = ("seed_randomness", Pass(defer_batchnorm, "traced, model", "traced"))
+_PASSES = {"capture": [_DEFER], "join": [_DEFER]}
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,9 @@ class _Deferrer:
         writes = [*kept, *self.written]
         values = returned[len(self.traced.writes) :]
         end.args = ((*(by_name[write.value] for write in writes), *values),)
-        graph.eliminate_dead_code()
-        for name in {argument.name for argument in self.traced.buffers}:
-            if not by_name[name].users:
-                graph.erase_node(by_name[name])
+        read = {node.name for node in graph.nodes} - {a.name for a in self.traced.buffers}
+        inputs = {name for name in read if by_name[name].op == "placeholder"}
+        drop_unread(graph, inputs | self.traced.saved)
         left = {node.name for node in graph.nodes}
         graph.lint()
         buffers = (*self.traced.buffers, *self.buffers)

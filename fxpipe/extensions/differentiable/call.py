@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
-from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.traced import Traced, Value, WholeBackward
 from fxpipe.ir.value import HOST
 from fxpipe.locks import PipeLock, locked
 from fxpipe.passes.partition.assignment import readers
@@ -36,7 +36,7 @@ def differentiable_call(
     """Run the forwards and return the flat outputs with a backward for autograd. An input that the
     model returns unchanged is returned as it is.
 
-    Backward may be called from any thread. It waits until no other thread uses the pipe.
+    WholeBackward may be called from any thread. It waits until no other thread uses the pipe.
     """
     inputs = {
         name: leaf
@@ -92,8 +92,8 @@ class _Call:
     @property
     def differentiable(self) -> list[str]:
         """The outputs whose gradients the program loads."""
-        edges = self.compiled.plan.edges
-        back = {edge.value for edge in edges if edge.gradient and edge.target == HOST}
+        gradients = self.compiled.plan.gradients
+        back = {edge.value for edge in gradients if edge.source == HOST}
         names = (out.name for out in self.compiled.traced.outputs if isinstance(out, Value))
         return [name for name in dict.fromkeys(names) if name in back]
 
@@ -182,6 +182,8 @@ def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:
     """The inputs, and the parameters by their names in the model, to which gradients of these
     outputs flow. The program gives zeros to the others, by which an optimizer with momentum or
     weight decay would move them; so they must get None instead."""
+    if traced.backward is not None:
+        return _given(traced, traced.backward, outputs)
     wanted = {*outputs}
     rest = [node for node in traced.graph.nodes if node.name in wanted]
     seen = {*rest}
@@ -196,6 +198,19 @@ def reached(traced: Traced, outputs: Sequence[str]) -> set[str]:
         if any(node in seen and not _ends_gradients(node) for node in nodes)
     }
     return used | {node.name for node in seen if node.op == "placeholder"}
+
+
+def _given(traced: Traced, backward: WholeBackward, outputs: Sequence[str]) -> set[str]:
+    """The same, by a captured backward."""
+    seeds = {backward.given[name] for name in outputs if name in backward.given}
+    reached: set[fx.Node] = set()
+    for node in backward.graph.nodes:
+        if node.name in seeds or not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    names = {node.name for node in reached}
+    targets = {a.name: a.target for a in traced.parameters}
+    found = {name for name, value in backward.gradients.items() if value in names}
+    return {targets.get(name, name) for name in found}
 
 
 def _ends_gradients(node: fx.Node) -> bool:

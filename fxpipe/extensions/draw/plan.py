@@ -57,6 +57,8 @@ def draw_plan(plan: Plan) -> Picture:
             picture.edge(f"stage{before}", f"stage{after}", style="invis", weight="20")
     ways: dict[tuple[str, str, bool], list[Edge]] = {}
     numbers = {value: n for n, value in enumerate(dict.fromkeys(e.value for e in plan.edges))}
+    back = {edge.back for edge in plan.edges}
+    returning = {edge for edge in plan.gradients if edge in back}
     for edge in plan.edges:
         tail, head = f"stage{edge.source}", f"stage{edge.target}"
         if edge.source == HOST:
@@ -65,7 +67,10 @@ def draw_plan(plan: Plan) -> Picture:
         if edge.target == HOST:
             head = f"output{numbers[edge.value]}"
             _draw_value(picture, plan, head, "output", edge)
-        ways.setdefault((tail, head, edge.gradient), []).append(edge)
+        ways.setdefault((tail, head, edge.back in returning), []).append(edge)
+    for edge in plan.gradients:
+        if edge not in back and HOST not in (edge.source, edge.target):
+            ways.setdefault((f"stage{edge.source}", f"stage{edge.target}", False), []).append(edge)
     for (tail, head, gradient), edges in ways.items():
         _draw_way(picture, plan, tail, head, gradient, edges, wrong)
     picture.graph_attr.update(label=_left(_caption(plan, marks)), labeljust="l")
@@ -157,7 +162,7 @@ def _caption(plan: Plan, marks: FaultMarks) -> list[str]:
     meanings = []
     if any(edge.kind == "skip" for edge in plan.edges):
         meanings.append("dashed: past the stages between")
-    if any(edge.gradient for edge in plan.edges):
+    if plan.gradients:
         meanings.append("ring: a gradient comes back")
     if plan.specs:
         meanings.append("sizes: of one micro-batch")

@@ -27,8 +27,8 @@ from fxpipe.torchtools.state import under
 def differentiate_leaves(
     plan: Plan, values: Mapping[str, Any], state: Mapping[str, Tensor], wanted: Wanted
 ) -> Plan:
-    """Plan → Plan: give stages with leaf modules their kernels, edges their ``gradient``, and
-    values their specs. Arguments are those of ``differentiate``."""
+    """Plan → Plan: give it ``gradients`` and specs, and its stages with leaf modules their
+    kernels. Arguments are those of ``differentiate``."""
     with under(()):  # no autocast, as in a stage's thread
         return _Probe(plan, values, state, wanted).run()
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
@@ -24,7 +23,7 @@ from fxpipe.ir.plan import Argument
 from fxpipe.ir.traced import AUTOCAST, DRAWS, Literal, Traced
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule, copy_nodes
-from fxpipe.torchtools import source
+from fxpipe.passes.tracing.loss_graph import graph_of_loss
 from fxpipe.torchtools.state import autocasts, other_states
 
 LEAF_LOSS = "fxpipe_loss"
@@ -77,7 +76,7 @@ def attach_leaf_loss(
         for node, result in zip((value, *scalars), call.meta["val"], strict=True):
             node.meta["val"] = result
     with suppress(Exception):  # not every loss can be traced
-        value.meta[LOSS_GRAPH] = _graph_of(loss_module, output, leaves, spec)
+        value.meta[LOSS_GRAPH] = graph_of_loss(loss_module, output, leaves, spec, names, Unproxied)
     written = [node for node in outputs if isinstance(node, fx.Node)]
     graph.output((*written, value, *scalars))
     graph.lint()
@@ -93,25 +92,3 @@ def attach_leaf_loss(
         loss=value.name,
         logged=dict(zip(loss_module.logged, (node.name for node in scalars), strict=True)),
     )
-
-
-def _graph_of(
-    loss: LossModule, output: Sequence[Any], targets: Sequence[Any], spec: pytree.TreeSpec
-) -> tuple[fx.GraphModule, list[str | None]]:
-    """The value of LOSS_GRAPH for a loss."""
-    examples = [*output, *targets]
-    count = len(output)
-    tensors = {i: value for i, value in enumerate(examples) if isinstance(value, torch.Tensor)}
-
-    def call(*proxies: torch.Tensor) -> Any:
-        values = [*examples]
-        for index, proxy in zip(tensors, proxies, strict=True):
-            values[index] = proxy
-        with Unproxied():
-            made = loss(*values[:count], *pytree.tree_unflatten(values[count:], spec))
-        return made[0] if loss.logged else made
-
-    with torch.no_grad():
-        module = make_fx(call, pre_dispatch=True)(*tensors.values())
-    source.credit(module.graph, loss.function)
-    return module, [f"target_{i - count}" if i >= count else None for i in tensors]

@@ -33,7 +33,7 @@ Memory = float | Callable[[int, int], float] | None
 """The same in bytes."""
 
 
-class Kept(Protocol):
+class KeptBytes(Protocol):
     """The bytes that stages keep of a micro-batch, such as ``Sizes`` of the simulator.
 
     Attributes:
@@ -56,7 +56,7 @@ def list_schedule(
     slices: int = 1,
     limit: Limit = None,
     memory: Memory = None,
-    sizes: Kept | None = None,
+    sizes: KeptBytes | None = None,
     costs: Mapping[Any, float] | None = None,
     edges: EdgesRule = None,
 ) -> Callable[[Urgency], Recipe]:
@@ -155,7 +155,7 @@ def _rows(
     urgency: Urgency,
     slices: int,
     limit: Limit,
-    bytes_of: tuple[float | Callable[[int, int], float], Kept] | None,
+    bytes_of: tuple[float | Callable[[int, int], float], KeptBytes] | None,
     costs: Mapping[Any, float] | None,
     devices: int,
     microbatches: int,
@@ -245,7 +245,7 @@ class _Bytes:
         devices: int,
         stages: int,
         halves: bool,
-        given: tuple[float | Callable[[int, int], float], Kept] | None,
+        given: tuple[float | Callable[[int, int], float], KeptBytes] | None,
     ) -> None:
         if given is None:
             self._left, self._deferred = [float("inf")] * devices, [0.0] * stages

@@ -52,7 +52,7 @@ def compare_gradients(
     Raises:
         TraceError: the model's backward fails, or gives a sparse gradient.
     """
-    back = {edge.value for edge in plan.edges if edge.gradient and edge.target == HOST}
+    back = {edge.value for edge in plan.gradients if edge.source == HOST}
     seeds = {name: pattern(value).to(value) + 0.5 for name, value in roots.items() if name in back}
     # in the model's run, a value that depends on inputs alone needs no gradient
     reaching = [name for name in seeds if roots[name].requires_grad]

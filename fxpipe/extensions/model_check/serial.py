@@ -77,11 +77,12 @@ class SerialBackward:
     def run(self, stage: Stage) -> dict[str, Tensor]:
         """Run a stage's backward, after those of all later stages. Returns the gradients of the
         stage's parameters, by name in the model."""
-        kernel, edges = stage.kernel, self._plan.edges_from(stage.index)
+        kernel = stage.kernel
         assert kernel is not None
+        groups = gradient_groups(self._plan.gradients_into(stage.index))
         incoming = [
-            reduce(add, [self._crossing[edge.value, edge.target] for edge in group])
-            for group in gradient_groups(edges)
+            reduce(add, [self._crossing[edge.value, edge.source] for edge in group])
+            for group in groups
         ]
         saved = _forward(self._plan, stage, self._values, self._state).saved
         if self._halves:
@@ -89,9 +90,9 @@ class SerialBackward:
             back = BackwardResult(inputs, kernel.weight_grad(deferred))
         else:
             back = kernel.backward(saved, incoming)
-        carried = [edge for edge in self._plan.edges_into(stage.index) if edge.gradient]
-        for edge, gradient in zip(carried, back.inputs, strict=True):
-            self._crossing[edge.value, stage.index] = gradient
+        carried = outputs_of(self._plan.gradients_from(stage.index))
+        for value, gradient in zip(carried, back.inputs, strict=True):
+            self._crossing[value, stage.index] = gradient
         names = [argument.target for argument in stage.parameters]
         gradients = zip(names, back.parameters, strict=True)
         return {name: gradient for name, gradient in gradients if gradient is not None}

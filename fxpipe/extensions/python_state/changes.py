@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fxpipe.compiler.unread import unread
 from fxpipe.errors import TraceError, way_out
+from fxpipe.log import LOGGER
 from fxpipe.torchtools.state import other_states
 
 _OWN = frozenset(vars(nn.Module()))
@@ -44,9 +46,13 @@ def refuse_changes(model: nn.Module, leaves: Collection[str], run: Callable[[], 
     if any(_differ(now, before.get(key)) for key, now in after.items()):
         torch.set_rng_state(drawn)
         run()
-        for key, now in watch.look().items():
-            if _differ(now, after.get(key)) and _differ(after.get(key), before.get(key)):
-                raise watch.refusal(key)
+        changed = [
+            key
+            for key, now in watch.look().items()
+            if _differ(now, after.get(key)) and _differ(after.get(key), before.get(key))
+        ]
+        if changed and not watch.are_of_one_call(changed, run):
+            raise watch.refusal(changed[0])
     return output
 
 
@@ -83,6 +89,39 @@ class _Watch:
                 if (path, name) not in self._filled:
                     seen[path, name] = buffer, None if buffer is None else buffer._version
         return seen | {(GENERATOR, name): (None, state) for name, state in other_states().items()}
+
+    def are_of_one_call(self, keys: Sequence[Key], run: Callable[[], Any]) -> bool:
+        """Whether each call sets these attributes before it reads them, so that no call needs what
+        an earlier one has left: whether it runs with what cannot be read in their place."""
+        spaces = [(self._modules[p].__dict__, n) for p, n in keys if p != GENERATOR]
+        if len(spaces) < len(keys) or any(name not in space for space, name in spaces):
+            return False
+        before = [space[name] for space, name in spaces]
+        others = [unread(value, lambda: None) for value in before]
+        for (space, name), other in zip(spaces, others, strict=True):
+            space[name] = other
+        try:
+            run()
+        except Exception:  # something was read
+            return False
+        finally:
+            kept = [space.get(name) is x for (space, name), x in zip(spaces, others, strict=True)]
+            for (space, name), value in zip(spaces, before, strict=True):
+                space[name] = value
+        if any(kept):
+            return False
+        self._tell(keys)
+        return True
+
+    def _tell(self, keys: Sequence[Key]) -> None:
+        """Warn that steps do not set these attributes."""
+        names = sorted({f"{type(self._modules[path]).__name__}.{name}" for path, name in keys})
+        LOGGER.warning(
+            "%s sets %s in every call, which graphs do not do: what reads it outside of forward "
+            "and loss sees the value of a trial run. Return it from forward to read it there",
+            type(self._model).__name__,
+            ", ".join(names),
+        )
 
     def refusal(self, key: Key) -> TraceError:
         """The error for what every run changes."""

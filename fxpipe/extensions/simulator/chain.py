@@ -37,13 +37,14 @@ def plan_for(
         if not near:
             near = [last - row + 1 + stage % row if stage <= last - row else HOST]
         value = "loss" if stage == last else f"y{stage}"
-        edges += [Edge(stage, target, value, gradient=True) for target in near]
+        edges += [Edge(stage, target, value) for target in near]
     buckets, graph = buckets or {}, _empty()
     empty = [
         Stage(s, (), (), (), graph, buckets=tuple(buckets.get(s, ())))
         for s in range(schedule.stages)
     ]
-    return Plan(tuple(empty), tuple(edges))
+    gradients = tuple(edge.back for edge in edges if edge.source != HOST)
+    return Plan(tuple(empty), tuple(edges), gradients)
 
 
 @cache

@@ -194,9 +194,9 @@ class GraphMemory(StageMemory):
     def _backward(self, letter: str, module: fx.GraphModule) -> Kept:
         """Count backward, or its first half. Returns what that keeps for the second half."""
         live, owners, returned = self._run(letter, module, self.saved)
-        into = [e for e in self._plan.edges_into(self._stage.index) if e.gradient]
-        for edge, node in zip(into, returned, strict=False):
-            self._place((edge.value, True), live, node, owners)
+        names = outputs_of(self._plan.gradients_from(self._stage.index))
+        for name, node in zip(names, returned, strict=False):
+            self._place((name, True), live, node, owners)
         return _kept(live, returned[self._kernel.input_gradients :], owners)
 
     def _run(
@@ -205,11 +205,10 @@ class GraphMemory(StageMemory):
         """Count a backward graph with arguments ``[kept, output gradients, totals]``, with sums of
         gradients that are there already and without. Returns what holds without."""
         stage, kernel, first = self._stage.index, self._kernel, len(kept.lies_in)
-        edges = [edge for edge in self._plan.edges_from(stage) if edge.gradient]
+        edges = self._plan.gradients_into(stage)
         parts = Counter(edge.value for edge in edges)
-        beside = {edge.value for edge in edges if edge.target in self._beside}
-        names = outputs_of(self._plan.edges_from(stage))
-        crossing = [] if letter == "W" else [names[index] for index in kernel.gradient_outputs]
+        beside = {edge.value for edge in edges if edge.source in self._beside}
+        crossing = [] if letter == "W" else [*parts]
         arguments, returned = _ends(module.graph)
         gradients, totals = arguments[first:][: len(crossing)], arguments[first + len(crossing) :]
         ways = [(self.adding, ()), (self.runs, totals)] if totals else [(self.runs, ())]

@@ -11,7 +11,7 @@ from fxpipe.extensions.simulator.simulation import Simulation
 from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import Buffer, Edge, forward_buffer, gradient_buffer, own_buffer
+from fxpipe.ir.value import Buffer, Edge, own_buffer
 from fxpipe.torchtools.pytrees import in_blocks
 
 PARTS = ("parameters", "optimizer", "versions", "gradients", "saved", "values", "workspace")
@@ -147,9 +147,7 @@ class Holding:
         self._kept: dict[Buffer, tuple[Piece, ...]] = {}
         self._stored: dict[tuple[int, int, int], list[Piece]] = {}
         self._into = [{edge.value: edge for edge in edges} for edges in program.edges_into]
-        self._from = [
-            {edge.value: edge for edge in es if edge.gradient} for es in program.edges_from
-        ]
+        self._back = [{edge.value: edge for edge in edges} for edges in program.gradients_into]
         self._older: dict[int, int] = {}
         self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, ins.Update)}
         self._delays: Counter[int] = Counter()
@@ -365,8 +363,6 @@ class Holding:
                 yield Piece("gradients", buffer, self.arriving(buffer))
             case "sums":
                 yield self._sum(source, batch)
-            case "grad":
-                yield self._crossing(Edge(target, source, value), True, i, batch)
             case "state":
                 yield Piece("saved", buffer, sizes.state.get(source, 0))
             case "saved":
@@ -392,30 +388,29 @@ class Holding:
                 for crossing in sizes.deferred_holds.get(source, ()):
                     yield self._near(crossing, source, i, batch)
             case _:
-                yield self._crossing(Edge(source, target, value), False, i, batch)
+                yield self._crossing(Edge(source, target, value, kind == "grad"), i, batch)
 
-    def _crossing(self, edge: Edge, gradient: bool, i: int, batch: int) -> Piece | None:
-        """The memory of a value, or of its gradient, along an edge: one piece for all edges where
-        it was made, else a copy."""
-        stage = edge.target if gradient else edge.source
+    def _crossing(self, edge: Edge, i: int, batch: int) -> Piece | None:
+        """The memory of a value along an edge: one piece for all edges where it was made, else a
+        copy."""
+        stage = edge.source
         size = self._blocks(self.sizes.values.get(edge.value, 0))
         if self.program.device_of(stage, i) != self.device:
-            buffer = (gradient_buffer if gradient else forward_buffer)(edge, i, batch)
-            return Piece("values", buffer, size)
-        crossing = edge.value, gradient
+            return Piece("values", edge.buffer(i, batch), size)
+        crossing = edge.value, edge.gradient
         home, whole = self.sizes.places.get((stage, *crossing), Storage(crossing, size))
         if home is None:
             return None
-        if home[0] in (self._from if home[1] else self._into)[stage]:
+        if home[0] in (self._back if home[1] else self._into)[stage]:
             return self._near(home, stage, i, batch)
         return Piece("values", ("made", stage, home, i, batch), whole)
 
     def _near(self, crossing: Crossing, stage: int, i: int, batch: int) -> Piece | None:
-        """The memory in which a stage has one of its inputs or outputs, or the gradient of one."""
+        """The memory in which a stage has a value that its forward, or its backward, reads or
+        makes."""
         value, gradient = crossing
-        into, away = self._into[stage].get(value), self._from[stage].get(value)
-        edge = (away if gradient else None) or into or Edge(stage, stage, value)
-        return self._crossing(edge, gradient, i, batch)
+        arriving = (self._back if gradient else self._into)[stage].get(value)
+        return self._crossing(arriving or Edge(stage, stage, value, gradient), i, batch)
 
     def _owns(self, stage: int) -> bool:
         """Whether the device has a stage's weights themselves, not a copy of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -52,6 +52,9 @@ class Slices(Extension):
             )
         if options.partition.limits(len(options.devices)):
             raise InputError("memory_limits= and Slices exclude each other; leave one of them out")
+
+    def options(self, options: Options) -> Options:
+        return replace(options, captures=False)  # slices hand on parameters, forward and back
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """Passes that unroll the model, and place each slice like the first."""

@@ -54,7 +54,7 @@ class Backward(_Whole):
         return reads(self, program)
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
-        return program.operands_of(self).returned
+        return (*chain(*program.operands_of(self).returned),)
 
     def ends(self, program: Program) -> tuple[Buffer, ...]:
         return (program.operands_of(self).kept,)
@@ -69,7 +69,7 @@ class Backward(_Whole):
         else:
             inputs, sums = kernel.backward(kept, output_gradients(machine, self), totals)
         store.gradients[stage, batch] = sums
-        store.values.update(zip(operands.returned, inputs, strict=True))
+        store.hand_out(operands.returned, inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class InputGrad(Compute):
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         deferred = () if self.frozen else (self.own("deferred"),)
-        return (*deferred, *program.operands_of(self).returned)
+        return (*deferred, *chain(*program.operands_of(self).returned))
 
     def ends(self, program: Program) -> tuple[Buffer, ...]:
         return (program.operands_of(self).kept,)
@@ -105,7 +105,7 @@ class InputGrad(Compute):
         kept = machine.store.take(operands.kept) if self.frozen else values.pop(operands.kept)
         kernel = machine.kernel(stage, i, batch)
         result = kernel.input_grad(kept, output_gradients(machine, self))
-        values.update(zip(operands.returned, result.inputs, strict=True))
+        machine.store.hand_out(operands.returned, result.inputs)
         if not self.frozen:
             values[self.own("deferred")] = result.deferred
             return

@@ -64,9 +64,7 @@ class Forward(Compute):
         inputs = [store.values[buffer] for buffer in operands.inputs]
         with machine.turn(stage):
             result = machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
-        for consumers, value in zip(operands.outputs, result.outputs, strict=True):
-            for buffer in consumers:
-                store.values[buffer] = value
+        store.hand_out(operands.outputs, result.outputs)
         for write, value in zip(machine.stages[stage].writes, result.writes, strict=True):
             store.state[write.target] = value
         if self.keeps:

@@ -17,7 +17,7 @@ from fxpipe.extensions.tables import count_text, lines, runs, time_text
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Argument, Plan, Stage, StageCosts, ValueSpec
 from fxpipe.ir.value import HOST, Edge
-from tests.helpers.plans import chain, plan_of, skipping
+from tests.helpers.plans import both, chain, plan_of, skipping
 
 
 def svg(picture: Picture) -> str:
@@ -76,7 +76,7 @@ def test_skips_are_dashed_and_say_that_they_go_past_stages() -> None:
 
 
 def test_values_that_go_the_same_way_share_an_arrow() -> None:
-    picture = draw_plan(plan_of(2, Edge(0, 1, "a"), Edge(0, 1, "b"), Edge(0, 1, "c", True)))
+    picture = draw_plan(plan_of(2, Edge(0, 1, "a"), Edge(0, 1, "b"), *both(0, 1, "c")))
     drawn = arrow(picture, "stage0", "stage1")
     assert drawn.count("<path") == 2
     assert drawn.count("<ellipse") == 1  # the ring of the gradient
@@ -228,7 +228,7 @@ def test_a_fault_of_a_node_marks_its_stage() -> None:
         graph.output((graph.create_node("call_method", method, (read,), name=makes),))
         return Stage(index, (), (), (), fx.GraphModule(torch.nn.Module(), graph))
 
-    edges = Edge(HOST, 0, "x"), Edge(0, 1, "a", gradient=True), Edge(1, HOST, "b", gradient=True)
+    edges = Edge(HOST, 0, "x"), Edge(0, 1, "a"), Edge(1, HOST, "b")
     plan = Plan((stage(0, "x", "a", "relu"), stage(1, "a", "b", "relu_")), edges)
     with pytest.raises(VerificationError, match="1 fault:\n  stage 1, node b: relu_ writes"):
         plan.verify()

@@ -30,7 +30,7 @@ from fxpipe.schedules import gpipe, one_f_one_b, two_bw
 from fxpipe.text.program import print_instruction
 from tests.helpers.mutants import edits
 from tests.helpers.opcodes import of_extensions
-from tests.helpers.plans import chain, chain_program, plan_of, skipping
+from tests.helpers.plans import both, chain, chain_program, plan_of, skipping
 
 LIBRARY = sorted(name for name, recipe in RECIPES.items() if isinstance(recipe, Recipe))
 At = tuple[int, int]
@@ -255,7 +255,7 @@ def test_the_part_that_is_drawn_has_the_first_fault(device: int) -> None:
 
 def test_long_names_are_shortened_and_tooltips_whole() -> None:
     value = "a_value_with_a_name_that_is_far_too_long_for_any_picture"
-    plan = plan_of(2, Edge(HOST, 0, "x"), Edge(0, 1, value), Edge(1, HOST, "loss", gradient=True))
+    plan = plan_of(2, Edge(HOST, 0, "x"), Edge(0, 1, value), *both(1, HOST, "loss"))
     program = free(communicate(Lower(plan)(gpipe(2, 1))))
     picture = draw_program(program)
     assert max(len(box.label) for box in boxes(picture).values()) <= 40

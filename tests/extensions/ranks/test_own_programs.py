@@ -78,13 +78,12 @@ def test_links_join_the_devices_of_edges_and_a_rank_knows_its_own(name: str) -> 
             if task.kind == "F"
         }
         expected = set[tuple[int, int]]()
-        for edge in plan.edges:
+        gradients = plan.gradients if schedule.trains else ()
+        for edge in (*plan.edges, *gradients):
             if HOST in (edge.source, edge.target):
                 continue
             ends = {(at[edge.source, i], at[edge.target, i]) for i in range(schedule.microbatches)}
             expected |= {(a, b) for a, b in ends if a != b}
-            if edge.gradient and schedule.trains:
-                expected |= {(b, a) for a, b in ends if a != b}
         for device in range(schedule.devices):
             own = tuple(link for link in sorted(expected) if device in link)
             assert OwnProgram.of(program, device).links == own

@@ -12,6 +12,7 @@ import fxpipe
 from fxpipe.errors import PassError
 from fxpipe.extensions.streams.place_devices import moved, place_devices
 from fxpipe.ir.plan import Plan
+from fxpipe.ir.value import outputs_of
 from fxpipe.kernels.graph import GraphKernel
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -104,8 +105,8 @@ def test_a_stage_that_was_placed_runs_there_forward_and_backward() -> None:
             )
             tensors = [*result.outputs, *result.saved]
             assert all(x.device == META for x in tensors if isinstance(x, Tensor) and x.dim())
-            wanted = stage.kernel.gradient_outputs
-            gradients = [torch.empty_like(result.outputs[k]) for k in wanted]
+            wanted = outputs_of(plan.gradients_into(stage.index))
+            gradients = [plan.specs[name].room(META) for name in wanted]
             back = stage.kernel.backward(result.saved, gradients)
         assert all(g is not None and g.device == META for g in back.parameters)
 

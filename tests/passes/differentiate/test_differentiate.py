@@ -214,8 +214,7 @@ def parts(
     state, values = traced.state_of(model), values_of(traced, *args)
     gradients = [
         seed_like(torch.empty(plan.specs[e.value].shape, dtype=plan.specs[e.value].dtype))
-        for e in plan.edges_from(0)
-        if e.gradient
+        for e in plan.gradients_into(0)
     ]
     return (
         stage.kernel,
@@ -234,7 +233,7 @@ def test_gradients_of_inputs_are_autograds(name: str) -> None:
     kernel, parameters, buffers, inputs, gradients = parts(model, traced, plan, args)
     result = kernel.forward(parameters, buffers, inputs)
     found = kernel.backward(result.saved, gradients).inputs
-    carried = [e.value for e in plan.edges_into(0) if e.gradient]
+    carried = [e.value for e in plan.gradients_from(0)]
     wanted = [n for n, x in zip(traced.inputs, args, strict=True) if n and x.requires_grad]
     assert len(found) == len(carried)
     ours = dict(zip(carried, found, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -36,12 +35,14 @@ def whole(schedule: Schedule, plan: Plan, *, updates: bool = True, pause: bool =
 def plans(draw: st.DrawFn) -> Plan:
     """Stages in a chain, with any further edges from any stage or the caller to later ones."""
     stages = draw(st.integers(1, 5))
-    edges = list(chain(stages).edges)
+    edges = [*chain(stages).edges, *chain(stages).gradients]
     for number in range(draw(st.integers(0, 5))):
         source = draw(st.integers(HOST, stages - 1))
         later = st.sampled_from([*range(source + 1, stages), *([] if source == HOST else [HOST])])
         for target in draw(st.sets(later, min_size=1)):
-            edges.append(Edge(source, target, f"v{number}", draw(st.booleans())))
+            edges.append(Edge(source, target, f"v{number}"))
+            if draw(st.booleans()):
+                edges.append(edges[-1].back)
     return plan_of(stages, *draw(st.permutations(edges)))
 
 
@@ -81,7 +82,7 @@ def test_any_schedule_over_any_edges_computes_the_plain_loop(
     program = whole(schedule, plan, updates=updates)
     expected = plain_loop(
         program.stages,
-        program.edges,
+        (*program.edges, *program.gradients),
         program.microbatches,
         trains=trains,
         updates=trains and updates,
@@ -95,7 +96,7 @@ def test_a_library_schedule_computes_the_plain_loop(devices: int, microbatches: 
         for plan in (chain(devices), *([skipping(devices)] if devices > 2 else [])):
             program = whole(recipe(devices, microbatches), plan)
             trains = recipe is not inference
-            edges = program.edges
+            edges = (*program.edges, *program.gradients)
             expected = plain_loop(devices, edges, microbatches, trains=trains, updates=trains)
             assert program_is_right(program, expected)
 
@@ -126,6 +127,7 @@ def test_lower_makes_an_instruction_of_each_task_and_a_barrier_before_the_update
             ),
         ),
         ("lower",),
+        gradients=chain(2).gradients,
     )
 
 
@@ -146,10 +148,10 @@ def test_without_an_optimizer_there_are_neither_updates_nor_barriers() -> None:
 
 def test_inference_keeps_nothing_and_has_no_gradients() -> None:
     program = whole(inference(3, 2), skipping(3))
-    assert not any(edge.gradient for edge in program.edges)
+    assert not program.gradients
     forwards = [x for own in program.lists for x in own if isinstance(x, ins.Forward)]
     assert not any(forward.keeps for forward in forwards)
-    assert [replace(edge, gradient=False) for edge in skipping(3).edges] == list(program.edges)
+    assert program.edges == skipping(3).edges
 
 
 def test_a_pause_stands_before_the_first_backward_of_every_device() -> None:

@@ -90,13 +90,11 @@ def test_batchnorms_that_average_over_all_batches_are_the_loops(
     )
 
 
-def test_a_write_that_the_graph_lacks_is_noticed() -> None:
+def test_statistics_that_stand_for_two_are_written_as_in_the_loop() -> None:
     def between(net: Any, x: Tensor) -> Any:
         return F.instance_norm(torch.stack([x, -x], 2), net.mean, net.mean).sum(2)
 
-    model = Net(between)
-    with pytest.raises(fxpipe.TraceError, match="a write to an InstanceNorm's statistics"):
-        step_as_the_loop(model, "1f1b")
+    step_as_the_loop(Net(between), "1f1b")
 
 
 @torch.library.custom_op("fxpipe_tests::secretly", mutates_args=())
@@ -289,12 +287,9 @@ def test_a_model_that_writes_into_its_input_is_refused_and_that_is_put_back(
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("what", ["output", "target"])
-def test_a_loss_that_writes_into_what_it_is_given_is_refused_and_that_is_put_back(
-    what: str,
-) -> None:
+def test_a_loss_that_writes_into_its_target_is_refused_and_that_is_put_back() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        (output if what == "output" else target).mul_(2)
+        target.mul_(2)
         return F.mse_loss(output, target)
 
     x, y = torch.randn(6, 6), torch.randn(6, 3)

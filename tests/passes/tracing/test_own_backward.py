@@ -14,7 +14,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe import TraceError
 from fxpipe.torchtools.functions import checkpoints_opened
 from tests.oracles import loop
 
@@ -115,14 +114,14 @@ def test_a_submodule_with_functions_is_called_as_it_is_with_the_loops_gradients(
     assert_the_loops(nn.Sequential(nn.Linear(4, 4), Calling(*calls), nn.Linear(4, 4)))
 
 
-def test_a_function_in_the_models_own_forward_is_refused_with_its_line() -> None:
-    model = Model(lambda model, x: applied(Reverse, x, 2.0))
-    message = r"at .*test_own_backward.*apply.*Reverse is a torch.autograd.Function, whose"
-    with (
-        fxpipe.compile(model, ["cpu"], microbatches=2, loss=mse_loss) as pipe,
-        pytest.raises(TraceError, match=message),
-    ):
-        pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+def test_a_function_in_the_models_own_forward_has_the_loops_gradients() -> None:
+    model = Model(lambda model, x: applied(Reverse, x, 2.0)).double()
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(2, 4, 4, dtype=torch.float64)
+    with fxpipe.compile(model, ["cpu"], microbatches=2, loss=mse_loss) as pipe:
+        made = pipe.step(x, target=y)
+    assert torch.equal(made, loop.train(alone, 2, x, loss=mse_loss, target=y).loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 @pytest.mark.needs("leaf_modules")

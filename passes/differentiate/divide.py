@@ -1,0 +1,298 @@
+"""Divide a captured backward among the stages, and give each stage its kernel.
+
+before:  stage 0: a = f(x, w);  stage 1: b = g(a);  and their backward, gb = dg(…), ga = df(gb)
+after:   stage 0: a = f(x, w) and ga = df(gb, …);  stage 1: b = g(a) and gb = dg(…)
+         edges    act a 0->1,  grad gb 1->0
+
+A node of the backward belongs to the stage of the node whose gradient it has a part in, but to no
+later one than the gradients that it reads. A sum of gradients belongs to the stage where its last
+part is made, so that all are added in autograd's own order. What one stage's backward makes and
+another's reads goes along an edge of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpipe.errors import TraceError
+from fxpipe.ir.plan import Plan, Stage, ValueSpec
+from fxpipe.ir.traced import Traced, WholeBackward
+from fxpipe.ir.value import HOST, Edge, outputs_of
+from fxpipe.kernels.graph import GraphKernel
+from fxpipe.passes.differentiate.differentiate import Wanted
+from fxpipe.passes.differentiate.extract import created
+from fxpipe.passes.differentiate.joint import BYTES, FITTED, ORIGIN
+from fxpipe.passes.differentiate.split_joint import split_joint
+from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.torchtools.pytrees import bytes_of
+
+
+def divide(
+    plan: Plan,
+    traced: Traced,
+    state: Mapping[str, Tensor],
+    wanted: Wanted,
+    functional: bool = True,
+) -> Plan:
+    """Plan → Plan: give it ``gradients`` and specs, and its stages their kernels.
+
+    Args:
+        plan: as it was cut.
+        traced: the graph that it was cut from, with its backward.
+        state: name in the model → parameter, buffer or constant.
+        wanted: the gradients to compute; without any, the kernels are for inference.
+        functional: whether kernels keep their functional backward, for passes that split it.
+
+    Raises:
+        TraceError: a parameter's gradient is sparse, or is made before the stage that owns it.
+    """
+    assert traced.backward is not None
+    return _Division(plan, traced, traced.backward, state, wanted).plan_of(functional)
+
+
+class _Division:
+    def __init__(
+        self,
+        plan: Plan,
+        traced: Traced,
+        backward: WholeBackward,
+        state: Mapping[str, Tensor],
+        wanted: Wanted,
+    ) -> None:
+        self.plan, self.traced, self.backward = plan, traced, backward
+        self.state = state
+        self.nodes = {node.name: node for node in traced.graph.nodes}
+        self.back = {node.name: node for node in backward.graph.nodes if node.op != "output"}
+        self.home = {
+            node.name: stage.index
+            for stage in plan.stages
+            for node in stage.graph.graph.nodes
+            if node.op != "output" and node.op != "placeholder"
+        }
+        self.home |= {a.name: stage.index for stage in plan.stages for a in stage.parameters}
+        self.tangents = {given: out for out, given in backward.given.items()}
+        inputs = {name for name in traced.inputs if name is not None}
+        self.results = {
+            source: value
+            for source, value in backward.gradients.items()
+            if wanted.outputs and (source not in inputs or wanted.inputs)
+        }
+        self.needed = self._needed()
+        self.stage_of: dict[str, int] = {}
+        for node in backward.graph.nodes:
+            if node.name in self.needed and node.op == "call_function":
+                self.stage_of[node.name] = self._place(node)
+        # (value, stage) → the stage that hands it on to that stage's backward
+        self.edges: dict[Edge, None] = {}
+        self.extra: dict[Edge, None] = {}
+        self._connect(inputs)
+
+    def _needed(self) -> set[str]:
+        todo, seen = [self.back[value] for value in self.results.values()], set[str]()
+        while todo:
+            node = todo.pop()
+            if node.name not in seen:
+                seen.add(node.name)
+                todo.extend(node.all_input_nodes)
+        return seen
+
+    def _place(self, node: fx.Node) -> int:
+        reads = [self.stage_of[n.name] for n in node.all_input_nodes if n.name in self.stage_of]
+        origin = self.home.get(node.meta.get(ORIGIN) or "")
+        if origin is not None:
+            reads.append(origin)
+        if reads:
+            return min(reads)
+        of = [self.home[n.name] for n in node.all_input_nodes if n.name in self.home]
+        return max(of, default=len(self.plan.stages) - 1)
+
+    def _connect(self, inputs: set[str]) -> None:
+        """Find what crosses from backward to backward, and what backwards read of other stages'
+        forwards."""
+        arriving = {(edge.value, edge.target) for edge in self.plan.edges}
+        for name, stage in self.stage_of.items():
+            for source in self.back[name].all_input_nodes:
+                self._carry(source.name, stage, arriving)
+        for source, value in self.results.items():
+            if source in inputs:
+                made = self._maker(value)
+                self.edges[Edge(made, HOST, source, gradient=True)] = None
+                self._carry(value, made, arriving)
+            else:
+                self._carry(value, self.home[source], arriving)
+
+    def _maker(self, value: str) -> int:
+        """The stage in whose backward a value is first there."""
+        if value in self.stage_of:
+            return self.stage_of[value]
+        return self.home.get(value, len(self.plan.stages) - 1)
+
+    def _carry(self, value: str, stage: int, arriving: set[tuple[str, int]]) -> None:
+        """Bring a value to a stage's backward."""
+        if value in self.tangents:
+            self.edges[Edge(HOST, stage, self.tangents[value], gradient=True)] = None
+        elif value in self.stage_of:
+            made = self.stage_of[value]
+            if made < stage:
+                raise TraceError(
+                    f"a gradient that stage {stage} needs ({value}) is made by stage {made}, "
+                    "whose backward comes later; put both into one stage"
+                )
+            if made > stage:
+                self.edges[Edge(made, stage, value, gradient=True)] = None
+        elif value in self.home and self.home[value] > stage:
+            self.edges[Edge(self.home[value], stage, value, gradient=True)] = None
+        elif self.home.get(value) != stage and (value, stage) not in arriving:
+            holder = self.nodes[value]
+            if any(a.name == value for a in self.traced.buffers):
+                return  # every stage reads it in place
+            source = self.home.get(value, HOST)
+            self.extra[Edge(source, stage, holder.name)] = None
+
+    def plan_of(self, functional: bool) -> Plan:
+        order = {name: place for place, name in enumerate((*self.nodes, *self.back))}
+        edges = sorted(self.extra, key=lambda e: (order[e.value], e.target))
+        plan = replace(
+            self.plan,
+            edges=(*self.plan.edges, *edges),
+            gradients=tuple(sorted(self.edges, key=lambda e: (order[e.value], e.target))),
+        )
+        stages = [self._completed(stage, plan) for stage in plan.stages]
+        plan = replace(plan, stages=tuple(stages), specs=self._specs(plan))
+        kernels = [self._kernel(stage, plan, functional) for stage in stages]
+        return replace(
+            plan,
+            stages=tuple(replace(s, kernel=k) for s, k in zip(stages, kernels, strict=True)),
+        )
+
+    def _completed(self, stage: Stage, plan: Plan) -> Stage:
+        """The stage with placeholders for what only its backward reads, and results for what only
+        other stages' backwards read."""
+        into = [edge.value for edge in plan.edges_into(stage.index)]
+        away = outputs_of(plan.edges_from(stage.index))
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        old = {node.name: node for node in stage.graph.graph.nodes}
+        held = [a.name for a in (*stage.parameters, *stage.buffers) if a.name in old]
+        read = {
+            name
+            for name, there in self.stage_of.items()
+            if there == stage.index
+            for name in [n.name for n in self.back[name].all_input_nodes]
+        }
+        more = [a for a in self.traced.buffers if a.name in read and a.name not in held]
+        for name in [*held, *(a.name for a in more), *into]:
+            source = old.get(name) or self.nodes[name]
+            copy = graph.placeholder(name)
+            copy.name = copy.target = name
+            copy.meta.update(source.meta)
+            copies[source] = copy
+            copies[self.nodes[name]] = copy
+        end: Any = None
+        for node in stage.graph.graph.nodes:
+            if node.op == "output":
+                end = node
+            elif node.op != "placeholder":
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+                copies[node].meta["custom"] = {**node.meta.get("custom", {}), ORIGIN: node.name}
+        named = {node.name: node for node in graph.nodes}
+        writes = [copies[node] for node in end.args[0][len(end.args[0]) - len(stage.writes) :]]
+        graph.output((*(named[name] for name in away), *writes))
+        for node in graph.nodes:
+            node.meta[BYTES] = bytes_of(node.meta.get("val"))
+        return replace(
+            stage,
+            graph=lazy_module(self.traced.module, graph, f"Stage{stage.index}"),
+            buffers=(*stage.buffers, *more),
+        )
+
+    def _specs(self, plan: Plan) -> dict[str, ValueSpec]:
+        values: dict[str, Any] = {}
+        for edge in (*plan.edges, *plan.gradients):
+            node = self.nodes.get(edge.value) or self.back[edge.value]
+            values[edge.value] = node.meta.get("val")
+        return {
+            name: ValueSpec(tuple(x.shape), x.dtype, x.stride(), x.device.type)
+            for name, x in values.items()
+            if isinstance(x, Tensor)
+        }
+
+    def _kernel(self, stage: Stage, plan: Plan, functional: bool) -> GraphKernel:
+        graph, here = fx.Graph(), stage.index
+        into, away = plan.edges_into(here), outputs_of(plan.edges_from(here))
+        given = outputs_of(plan.gradients_into(here))
+        returned = outputs_of(plan.gradients_from(here))
+        by_name: dict[str, fx.Node] = {}
+        for node in stage.graph.graph.nodes:
+            if node.op == "output":
+                end: Any = node.args[0]
+            else:
+                by_name[node.name] = _copied(node, graph, by_name)
+        count = len(by_name)
+        late = dict(by_name)
+        for value in given:
+            copy = graph.placeholder(f"gradient_{value}")
+            name = self.backward.given.get(value, value)
+            source = self.back.get(name) or self.nodes[name]
+            copy.meta.update(source.meta)
+            late[name] = copy
+        gradients = graph.find_nodes(op="placeholder")[-len(given) :] if given else []
+        for node in self.backward.graph.nodes:
+            if self.stage_of.get(node.name) == here:
+                late[node.name] = _copied(node, graph, late)
+        results = [self.results.get(name, name) for name in returned]
+        trained = {a.name: self.results[a.name] for a in stage.parameters if a.name in self.results}
+        computed = [*results, *trained.values()]
+        writes = [by_name[node.name] for node in end[len(end) - len(stage.writes) :]]
+        graph.output((*(by_name[n] for n in away), *writes, *(late[n] for n in computed)))
+        for node in graph.nodes:
+            node.target = FITTED.get(node.target, node.target)
+        names = [n.name for n in stage.graph.graph.nodes if n.op == "placeholder"]
+        for argument in stage.parameters:
+            example = late[trained[argument.name]].meta["val"] if argument.name in trained else None
+            if example is not None and example.layout is not torch.strided:
+                raise TraceError(
+                    f"the gradient of {argument.target!r} is {example.layout}, which cannot be "
+                    "added up over micro-batches; make it dense, as with "
+                    "nn.Embedding(..., sparse=False)"
+                )
+        parameters = [self.state[a.target] for a in stage.parameters if a.name in trained]
+        arguments = len(names)
+        assert count - arguments == sum(n.op == "call_function" for n in stage.graph.graph.nodes)
+        return GraphKernel(
+            *split_joint(
+                graph,
+                here,
+                [*names, *(node.name for node in gradients)],
+                arguments,
+                len(away) + len(stage.writes),
+                parameters,
+                functional,
+            ),
+            outputs=len(away),
+            writes=len(stage.writes),
+            input_strides=tuple(_strides(self.nodes[edge.value].meta.get("val")) for edge in into),
+            gradient_strides=tuple(node.meta["val"].stride() for node in gradients),
+            input_gradients=len(returned),
+            parameter_gradients=tuple(a.name in trained for a in stage.parameters),
+        )
+
+
+def _copied(node: fx.Node, graph: fx.Graph, copies: Mapping[str, fx.Node]) -> fx.Node:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n.name])
+    copy = created(graph, node.op, node.target, args, kwargs, node.name)
+    if node.op == "placeholder":
+        copy.target = node.name
+    copy.meta.update(node.meta)
+    if (origin := node.meta.get(ORIGIN)) is not None:
+        copy.meta["custom"] = {**node.meta.get("custom", {}), ORIGIN: origin}
+    return copy
+
+
+def _strides(value: Any) -> tuple[int, ...] | None:
+    return value.stride() if isinstance(value, Tensor) else None

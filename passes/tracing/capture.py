@@ -1,0 +1,267 @@
+"""Capture a model with its loss, differentiated, as one graph.
+
+before:  class Net(nn.Module): forward(x) = relu_(bn(conv(x)));  loss(y, target) = mse(y, target)
+after:   forward:  convolution = …;  relu = …;  mse_loss = …
+         backward: mse_loss_backward = …(gradient_mse_loss, …);  …;  gradients of the parameters
+
+The model runs once under PyTorch's joint export, and autograd runs over it, both on tensors without
+data. So whatever autograd does is in the graph: functions with a backward of their own, hooks,
+gradients of gradients, checkpoints. The graph is cut afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import FxpipeError
+from fxpipe.ir.traced import NUMBERS, Traced
+from fxpipe.passes.tracing.attach_loss import LossModule, own_loss
+from fxpipe.passes.tracing.capturing import capturing
+from fxpipe.passes.tracing.halves import Halves
+from fxpipe.torchtools.pytrees import taken_apart, together
+
+
+def capture(
+    model: nn.Module,
+    loss_module: LossModule | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    targets: Sequence[Any],
+    numbers: Sequence[Tensor],
+    names: Sequence[str],
+    wants: Sequence[bool],
+    step: bool,
+) -> Traced:
+    """The graph of a model and its loss on one micro-batch, with its backward.
+
+    Args:
+        model: the model, in its present mode. Its state is not changed.
+        loss_module: the loss, or None if the model returns it, or for a call without a loss.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        targets: what the loss gets besides the output.
+        numbers: numbers that are inputs of the graph, which the loss gets, too.
+        names: the name of each flat input and target.
+        wants: for each of these whether a call returns a gradient for it.
+        step: whether the backward starts from the loss. Else it starts from all outputs, and
+            inputs get gradients if they require them.
+
+    Raises:
+        TraceError: it cannot be captured.
+    """
+    given = args, dict(kwargs), tuple(targets)
+    whole = Whole(model, loss_module, given, tuple(numbers), wants, step)
+    errors: list[Exception] = []
+    for as_export in (False, True):
+        try:
+            with _attributes_kept(model):
+                return _captured(whole, names, as_export)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    raise errors[-1] from errors[0]
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """After the block, modules have the attributes that they had: those of its run have no data."""
+    spaces = [vars(module) for module in model.modules()]
+    before = [dict(space) for space in spaces]
+    try:
+        yield
+    finally:
+        for space, own in zip(spaces, before, strict=True):
+            for name in space.keys() - own.keys():
+                del space[name]
+            space.update(own)
+
+
+def _captured(whole: Whole, names: Sequence[str], as_export: bool) -> Traced:
+    """Capture a model, which behaves as under ``torch.compile`` or, if ``as_export``, as under
+    ``torch.export``."""
+    with ExitStack() as stack:
+        try:
+            with capturing(as_export, whole.symbolic), whole.named():
+                from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+                of_leaves = (x.fake_mode for x in whole.tensors if isinstance(x, FakeTensor))
+                mode = next(of_leaves, None) or FakeTensorMode(allow_non_fake_inputs=True)
+                fakes = [
+                    x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
+                    for x in whole.tensors
+                ]
+                joint = aot_export_joint_with_descriptors(stack, whole, tuple(fakes))
+        except AssertionError as error:
+            raise RuntimeError(str(error) or "an assertion of PyTorch's") from error
+    return Halves(joint.graph_module, whole, names).traced()
+
+
+class Whole(nn.Module):
+    """A model with its loss as a module of flat tensors, whose parameters occur once each.
+
+    Attributes:
+        leaves: the flat inputs, targets and numbers.
+        tensors: the tensors among these.
+        places: for each of these its place among the leaves.
+        state: name of a parameter or buffer of this module → its name in the model.
+        outputs: the flat outputs of the model in its last run.
+        spec: how these nest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossModule | None,
+        given: Any,
+        numbers: tuple[Tensor, ...],
+        wants: Sequence[bool],
+        step: bool,
+    ) -> None:
+        super().__init__()
+        leaves, spec = pytree.tree_flatten(given)
+        self.leaves, self._given = [*leaves, *numbers], spec
+        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [
+            leaf.detach().requires_grad_(i < len(wants) and wants[i] and not step)
+            for i, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor)
+        ]
+        self._step = step
+        self._held = model, loss  # in a tuple, so that they are no submodules
+        self.state: dict[str, str] = {}
+        for name, parameter in model.named_parameters():
+            self._hold(f"p_{name}", name, parameter)
+        for name, buffer in model.named_buffers():
+            self._hold(f"b_{name}", name, buffer)
+        for name, buffer in [] if loss is None else loss.named_buffers():
+            self._hold(f"b_loss_{name}", f"loss:{name}", buffer)
+        self.outputs: list[Any] = []
+        self.spec = pytree.tree_structure(())
+
+    def _hold(self, own: str, name: str, tensor: Tensor) -> None:
+        own = re.sub(r"\W", "_", own)
+        while own in self.state:
+            own += "_"
+        self.state[own] = name
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(own, tensor)
+        else:
+            self.register_buffer(own, tensor)
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether some size is a symbol."""
+        return any(isinstance(tensor, FakeTensor) for tensor in self.tensors)
+
+    @property
+    def loss(self) -> LossModule | None:
+        """The loss, if it is no part of the model."""
+        return self._held[1]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        flat, numbers = leaves[: self._given.num_leaves], leaves[self._given.num_leaves :]
+        args, kwargs, targets = pytree.tree_unflatten(flat, self._given)
+        model, loss = self._held
+        if numbers:
+            kwargs = {**kwargs, NUMBERS: tuple(numbers)}
+        own = {name: getattr(self, at) for at, name in self.state.items()}
+        of_loss = {n.removeprefix("loss:"): x for n, x in own.items() if n.startswith("loss:")}
+        of_model = {name: x for name, x in own.items() if not name.startswith("loss:")}
+        with _standing(model, of_model), _standing(loss, of_loss):
+            output = taken_apart(model(*args, **kwargs))
+            self.outputs, self.spec = pytree.tree_flatten(output)
+            found: tuple[Any, ...] = ()
+            if loss is not None:
+                made = loss(*self.outputs, *targets, *numbers)
+                found = made if isinstance(made, tuple) else (made,)
+        if self._step and loss is None:
+            mine = own_loss(together(self.outputs, self.spec))
+            found = (mine,)
+        outputs = [x for x in self.outputs if isinstance(x, Tensor)]
+        if self._step:
+            outputs = [x.detach() for x in outputs]
+        return (*outputs, *found)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, what the submodules of the model run is noted as theirs."""
+        model = self._held[0]
+        stack: dict[str, tuple[str, type]] = {}
+        hooks = []
+
+        def entering(name: str) -> Callable[..., None]:
+            def enter(module: nn.Module, *_: Any) -> None:
+                stack[name] = name, type(module)
+                fx_traceback.current_meta["nn_module_stack"] = dict(stack)
+
+            return enter
+
+        def leaving(name: str) -> Callable[..., None]:
+            def leave(*_: Any) -> None:
+                stack.pop(name, None)
+                fx_traceback.current_meta["nn_module_stack"] = dict(stack)
+
+            return leave
+
+        for name, module in model.named_modules():
+            if name:
+                hooks.append(module.register_forward_pre_hook(entering(name)))
+                hooks.append(module.register_forward_hook(leaving(name), always_call=True))
+        try:
+            with fx_traceback.preserve_node_meta():
+                yield
+        finally:
+            fx_traceback.current_meta.pop("nn_module_stack", None)
+            for hook in hooks:
+                hook.remove()
+
+
+@contextmanager
+def _standing(module: nn.Module | None, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, a module has these parameters and buffers, by the first of their names. One that it
+    assigns anew is written."""
+    held: list[
+        tuple[dict[str, Any], str, Tensor, Tensor]
+    ] = []  # where, as what, its own, the other
+    if module is not None and tensors:
+        first: dict[int, str] = {}
+        for name, own in (*module.named_parameters(), *module.named_buffers()):
+            first.setdefault(id(own), name)
+        for each in module.modules():
+            for entries in (_entries(each._parameters), _entries(each._buffers)):
+                held += [
+                    (entries, key, own, tensors[first[id(own)]])
+                    for key, own in entries.items()
+                    if own is not None
+                ]
+    try:
+        for entries, key, _, other in held:
+            entries[key] = other
+        yield
+        for entries, key, _, other in held:
+            now = entries.get(key)
+            if now is not other and isinstance(now, Tensor):
+                with torch.no_grad():
+                    other.copy_(now)
+    finally:
+        for entries, key, own, _ in held:
+            entries[key] = own
+
+
+def _entries(held: Any) -> dict[str, Any]:
+    """The parameters or buffers of a module, for any tensor to stand for one."""
+    entries: dict[str, Any] = held
+    return entries

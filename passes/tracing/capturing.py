@@ -1,0 +1,143 @@
+"""How PyTorch's joint export is to capture a model: with its lines, and operations as they run."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, sym_int
+from torch._functorch import config as functorch
+
+from fxpipe.passes.tracing.trace import DataDetached, distributions_unchecked, masks_unread
+from fxpipe.torchtools import source
+from fxpipe.torchtools.functions import checkpoints_opened
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def capturing(as_export: bool, symbolic: bool) -> Iterator[None]:
+    """Inside, PyTorch captures.
+
+    Args:
+        as_export: whether the model behaves as under ``torch.export``, else as under
+            ``torch.compile``.
+        symbolic: whether sizes are symbols.
+    """
+    with (
+        warnings.catch_warnings(),
+        _announced(as_export),
+        _kept_whole(symbolic),
+        functorch.patch(backward_pass_autocast="off"),
+        distributions_unchecked(),
+        masks_unread(),
+        checkpoints_opened(),
+        DataDetached(),
+        _lines(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _announced(as_export: bool) -> Iterator[None]:
+    """Inside, ``torch.compiler.is_compiling()`` is True, and ``is_exporting()`` as asked."""
+    flags = vars(torch.compiler)
+    before = {name: flags.get(name) for name in ("_is_exporting_flag", "_is_compiling_flag")}
+    flags.update(_is_exporting_flag=as_export, _is_compiling_flag=True)
+    try:
+        yield
+    finally:
+        flags.update(before)
+
+
+@contextmanager
+def _lines() -> Iterator[None]:
+    """Inside, the nodes of captured graphs get the user's line that made them. PyTorch's own way,
+    with all frames, would take as long as all else."""
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+
+    create = PythonKeyTracer.create_node
+
+    def with_line(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node: fx.Node = create(tracer, *args, **kwargs)
+        frame = sys._getframe(1)
+        while frame is not None and not source.is_users(frame.f_code.co_filename):
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            code = frame.f_code
+            line = f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}'
+            node.meta["stack_trace"] = line
+        return node
+
+    setattr(PythonKeyTracer, "create_node", with_line)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(PythonKeyTracer, "create_node", create)  # noqa: B010
+
+
+_APART = (
+    *("_upsample_bicubic2d_aa", "_upsample_bilinear2d_aa", "_upsample_lanczos2d_aa"),
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    *("upsample_bicubic2d", "upsample_bilinear2d", "upsample_linear1d", "upsample_trilinear3d"),
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    *("gru", "lstm", "rnn_relu", "rnn_tanh", "hardshrink", "softshrink"),
+    *("multi_margin_loss", "multilabel_margin_loss_forward"),
+)
+_FOR_SYMBOLS = (
+    *("broadcast_tensors", "istft", "matmul", "one_hot", "pad_sequence", "stft", "tensor_split"),
+    "unsafe_chunk",
+)
+"""Operations that PyTorch would write in others while it captures, which may round otherwise; and
+those that it has to, where sizes are symbols."""
+
+
+@contextmanager
+def _kept_whole(symbolic: bool) -> Iterator[None]:
+    """Inside, PyTorch captures operations as they run."""
+    hidden: list[tuple[Any, dict[Any, Any]]] = []
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    for name in (*_APART, *(() if symbolic else _FOR_SYMBOLS)):
+        packet = getattr(aten, name, None)
+        for overload in packet.overloads() if packet is not None else ():
+            operation = getattr(packet, overload)
+            if kernels := {
+                key: operation.py_kernels[key] for key in _WRITTEN & operation.py_kernels.keys()
+            }:
+                hidden.append((operation, kernels))
+    try:
+        for operation, kernels in hidden:
+            for key in kernels:
+                del operation.py_kernels[key]
+            if symbolic and operation._overloadname == "vec":
+                operation.py_kernels[composite] = partial(_resized, operation.overloadpacket)
+            operation._dispatch_cache.clear()
+        yield
+    finally:
+        for operation, kernels in hidden:
+            operation.py_kernels.pop(composite, None)
+            operation.py_kernels.update(kernels)
+            operation._dispatch_cache.clear()
+
+
+def _resized(operation: Any, x: Tensor, size: Any, *options: Any) -> Tensor:
+    """An ``upsample`` to ``size`` or by factors, which come last, that computes the size itself:
+    PyTorch's own would make numbers of symbols."""
+    *corners, factors = options
+    shape = x.shape[2:]
+    if size is None:
+        size = [
+            int(n * f) if isinstance(n, int) else sym_int(n * f)
+            for n, f in zip(shape, factors, strict=True)
+        ]
+    resized: Tensor = operation.default(x, size, *corners, *(factors or [None] * len(shape)))
+    return resized
+
+
+_WRITTEN = {torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd}
