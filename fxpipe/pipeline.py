@@ -27,6 +27,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.torchtools.meta import load_part
+from fxpipe.torchtools.part import refusing, state_in_part
 from fxpipe.torchtools.state import HOOKS
 
 
@@ -35,7 +36,8 @@ class Pipeline(nn.Module):
 
     A pipe shares its dictionaries of parameters, buffers and submodules with the model, so each can
     load the other's state dict. It also has the model's other attributes, such as ``config``,
-    unless the pipe has an attribute of that name; setting one sets it in the model. ``step`` trains
+    unless the pipe has an attribute of that name; setting one sets it in the model. Over ranks, a
+    method of the model that computes with what this rank lacks raises InputError. ``step`` trains
     on one batch; calling the pipe runs the model's forward. A pipe cannot be moved or copied,
     because compiled graphs refer to its tensors.
 
@@ -323,7 +325,7 @@ class Pipeline(nn.Module):
             full: return all entries on every rank, as new tensors. Every rank has to call it then.
         """
         self._engine.flush()
-        with self._engine.progress.true_weights():
+        with self._engine.progress.true_weights(), state_in_part():
             state = self._model.state_dict(*args, **kwargs)
         if (own := self._owned()) is None:
             return state
@@ -400,7 +402,8 @@ class Pipeline(nn.Module):
             options = vars(self).get("_options")
             if options is None or name.startswith("__") or not hasattr(options.model, name):
                 raise
-        return getattr(options.model, name)
+        found = getattr(options.model, name)
+        return found if self._group.size == 1 else refusing(options.model, found)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""

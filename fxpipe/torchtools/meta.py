@@ -13,6 +13,7 @@ from torch._C import _to_dlpack
 from torch.utils.dlpack import from_dlpack
 
 from fxpipe.errors import InputError
+from fxpipe.torchtools.part import state_in_part
 from fxpipe.torchtools.pytrees import size_in_bytes
 from fxpipe.torchtools.source import bringing_to
 
@@ -225,7 +226,8 @@ def load_part(
 ) -> Any:
     """Load of a state dict the tensors that this process uses; all others keep their values. Those
     without data get memory on their devices, see ``allocated``."""
-    kept = model.state_dict(keep_vars=True)
+    with state_in_part():
+        kept = model.state_dict(keep_vars=True)
     others = {n: v for n, v in kept.items() if isinstance(v, Tensor) and id(v) not in used}
     loaded = [used[id(v)] for name, v in kept.items() if name in state and id(v) in used]
     with allocated(loaded, homes):

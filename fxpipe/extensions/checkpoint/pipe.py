@@ -12,6 +12,7 @@ from fxpipe.extensions.checkpoint.progress import restore_progress, taken
 from fxpipe.locks import locked
 from fxpipe.pipeline import Pipeline
 from fxpipe.torchtools.meta import allocated
+from fxpipe.torchtools.part import state_in_part
 
 
 @locked
@@ -93,7 +94,7 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
         changed = any(pipe._group.exchange("changes", pipe._engine.progress.changed))
         own = pipe._owned()
         saved = taken(pipe, extra, changed=changed)
-        with pipe._engine.progress.true_weights() as others:
+        with pipe._engine.progress.true_weights() as others, state_in_part():
             state = pipe._model.state_dict()
         if own is not None:
             saved, state = saved.part(own.kept), own.part(pipe._model, state)

@@ -36,6 +36,7 @@ from fxpipe.kernels.graph import COMPILED, GraphKernel, is_compiled
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
+from fxpipe.torchtools.part import refuse_state
 
 _ROUNDS = 8
 """How many rounds of messages are exchanged to compare clocks."""
@@ -159,6 +160,7 @@ class Ranks(RankGroup):
         for tensor in others - own:
             if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
                 become(tensor, torch.empty_like(tensor, device="meta"))
+        refuse_state(options.model, others - own)
         # the same on all ranks, so that they compile alike
         options.__dict__["hollow"] = options.size
         allocator.give_back()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.errors import InputError
 from fxpipe.torchtools.meta import state_like
+from fxpipe.torchtools.part import state_in_part
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Owned:
         self, model: nn.Module, state: Mapping[str, Any], prefix: str = ""
     ) -> OrderedDict[str, Any]:
         """The entries of the model's state dict that this process keeps."""
-        real = model.state_dict(keep_vars=True, prefix=prefix)
+        with state_in_part():
+            real = model.state_dict(keep_vars=True, prefix=prefix)
         first = {name: self.names.get(id(real.get(name))) for name in state}
         kept = [n for n in state if (self.rest if first[n] is None else first[n] in self.kept)]
         return state_like(state, {name: state[name] for name in kept})

@@ -6,12 +6,15 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import fxpipe
 from fxpipe.compiler import options
@@ -221,3 +224,89 @@ def test_a_model_that_a_pipe_has_left_in_parts_is_compiled_again_with_the_same_c
         assert losses == pytest.approx(expected, rel=1e-5)
         assert "parameter '1.weight' has no data" in told
         assert "an earlier pipe over ranks left it to another rank" in told
+
+
+class Heads(nn.Module):
+    """A model with methods of its own, as those of transformers have ``generate``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encode(x))
+        return out
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.body(x))
+
+    @torch.no_grad()
+    def generate(self, x: Tensor) -> Tensor:
+        return self.forward(x).argmax(1)
+
+    def norms(self) -> list[float]:
+        return [float(parameter.norm()) for parameter in self.parameters()]
+
+    def size(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def refused(does: Callable[[], Any]) -> str:
+    """What is said of a call; empty if it is done."""
+    try:
+        does()
+    except fxpipe.InputError as error:
+        return str(error)
+    return ""
+
+
+def asked_of_a_part(mesh: DeviceMesh) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x, found = Heads(), torch.ones(8, 4), {}
+    whole = nn.ModuleList([model])
+    for _ in range(2):
+        pipe = fxpipe.compile(model, mesh, microbatches=2, loss=F.mse_loss, partition=["head"])
+        pipe.step(x, target=torch.ones(8, 2))
+        found = {
+            "state": refused(model.state_dict),
+            "state of what holds it": refused(whole.state_dict),
+            "state of a copy": refused(AveragedModel(pipe).state_dict),
+            "generate": refused(partial(pipe.generate, x)),
+            "norms": refused(pipe.norms),
+            "encode": refused(partial(pipe.encode, x)),
+            "body": refused(model.body.state_dict),
+            "size": pipe.size(),
+            "own": sorted(pipe.state_dict()),
+        }
+        state = pipe.state_dict(full=True)
+        pipe.load_state_dict(state)
+        pipe.close()
+    model.load_state_dict(state, assign=True)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    found["by hand"] = model.generate(x)
+    return found
+
+
+def test_a_model_in_parts_tells_what_to_call_in_place_of_what_needs_the_whole() -> None:
+    first, second = on_ranks(2, asked_of_a_part)
+    for found, lacks in ((first, "head.weight"), (second, "body.weight")):
+        for key, prefix in (("state", ""), ("state of what holds it", "0.")):
+            assert found[key].startswith(f"'{prefix}{lacks}' has no data in this process")
+            assert (
+                "torch.save(state, file), or save_pretrained(folder, state_dict=state)"
+                in (found[key])
+            )
+        assert f"'module.{lacks}' has no data" in found["state of a copy"]
+        for name in ("generate", "norms"):
+            assert f"{name}() of the model computes with '{lacks}'" in found[name]
+            assert f"plain.load_state_dict(state), and then plain.{name}(...)" in found[name]
+        assert found["size"] == 4 * 4 + 4 + 4 * 2 + 2
+        assert found["by hand"].shape == (8,)
+    assert [first["own"], second["own"]] == [
+        ["body.bias", "body.weight"],
+        ["head.bias", "head.weight"],
+    ]
+    assert not first["encode"]
+    assert not first["body"]
+    assert "encode() of the model computes with 'body.weight'" in second["encode"]
+    assert "'weight' has no data" in second["body"]
