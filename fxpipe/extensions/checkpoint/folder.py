@@ -95,8 +95,9 @@ def write(
         optimizer, parts = checkpoint.optimizer, _SHARED if group.rank else EVERYTHING
         states = {} if optimizer is None else optimizer.parameters
         stated = {name for name, kept in states.items() if kept.state}
-        known = group.exchange("states", stated)
-        own = stated.difference(*known[: group.rank])
+        said = group.exchange("states", (os.path.realpath(path), stated))
+        _refuse_several([place for place, _ in said])
+        own = stated.difference(*(known for _, known in said[: group.rank]))
         tensors = _Tensors({} if group.replica else state, group.rank, apart)
         if group.replica and optimizer is not None:
             optimizer = replace(optimizer, parameters={name: states[name] for name in own})
@@ -107,16 +108,34 @@ def write(
             if group.rank == 0:
                 _refuse_others(path)
                 unfinished = stack.enter_context(replacing(path, folder=True))
-            told = group.exchange("folder", unfinished and str(unfinished))
-            writer = Writer(told[0])
-            written = writer.write(tensors.nested, group.rank) if own or not group.replica else None
-            files = group.exchange("files", written)
+            writer = Writer(group.exchange("folder", unfinished and str(unfinished))[0])
+            written = failure = None
+            try:
+                if own or not group.replica:
+                    written = writer.write(tensors.nested, group.rank)
+            except (OSError, ValueError, RuntimeError) as error:
+                failure = error  # rank 0 must not remove the folder while others write to it
+            files = group.exchange("files", (written, failure is not None))
+            if failed := [rank for rank, (_, failing) in enumerate(files) if failing]:
+                if failure is not None and failed[0] == group.rank:
+                    raise failure
+                group.exchange("what has failed")  # raises what the first of them does
             if group.rank == 0:
-                writer.complete([part for part in files if part is not None])
+                writer.complete([part for part, _ in files if part is not None])
         group.exchange("checkpoint", None)  # return only once the folder is in place
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write the checkpoint {str(path)!r}: {why}") from error
+
+
+def _refuse_several(places: Sequence[str]) -> None:
+    """Raises CheckpointError, the same on all ranks, unless they were given one folder."""
+    for rank, place in enumerate(places):
+        if place != places[0]:
+            raise CheckpointError(
+                f"cannot write the checkpoint: rank {rank} was given the folder {place!r}, and "
+                f"rank 0 {places[0]!r}; give all ranks the same folder, which all of them reach"
+            )
 
 
 def _refuse_others(path: Folder) -> None:
@@ -306,8 +325,8 @@ class Writer(FileSystemWriter):
         return torch.frombuffer(bytearray(pickle.dumps(metadata)), dtype=torch.uint8)
 
     def complete(self, parts: Sequence[Tensor]) -> None:
-        """Write the metadata of all files, joined from what ``write`` returned in each process.
-        Raises OSError if a file is missing, or cannot be written."""
+        """Write the metadata of all files, joined from what ``write`` returned in each process,
+        this one first. Raises OSError if a file is missing, or cannot be written."""
         whole = Metadata({}, planner_data={})
         results: list[WriteResult] = []
         for part in parts:
@@ -316,8 +335,13 @@ class Writer(FileSystemWriter):
             whole.planner_data |= metadata.planner_data
             for index, place in metadata.storage_data.items():
                 results.append(WriteResult(index, 0, place))
-        for name in {result.storage_data.relative_path for result in results}:
+        for name in dict.fromkeys(result.storage_data.relative_path for result in results):
             if not (Path(self.path) / name).exists():
+                if name == results[0].storage_data.relative_path:
+                    raise OSError(
+                        f"{str(self.path)!r}, where it was written, was removed or emptied "
+                        "meanwhile; let nothing clear that folder, and save again"
+                    )
                 raise OSError(
                     f"the file {name!r} of another process is not there; give a folder that all "
                     "of them reach under the same path"

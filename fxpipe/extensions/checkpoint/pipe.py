@@ -78,7 +78,8 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
     replicas has to call this.
 
     Args:
-        folder: the path of the folder, which may hold an older checkpoint, and nothing else.
+        folder: the path of the folder, which may hold an older checkpoint, and nothing else; over
+            several ranks the same for all.
         extra: anything else to keep, which ``load`` returns, as for ``checkpoint``. Over
             several ranks rank 0's is kept.
 

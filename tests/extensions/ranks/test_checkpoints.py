@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import signal
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -310,6 +312,67 @@ def test_what_fails_on_one_rank_fails_on_all_and_changes_nothing(
     for text, kept in on_ranks(2, failing, tmp_path / "run", which, where):
         assert "No space left on device" in text
         assert kept
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def of_several(mesh: DeviceMesh, folder: Path) -> tuple[str, str]:
+    """Each rank saves to a folder of its own, and then all to one, by other names of it."""
+    rank = mesh.get_rank()
+    with pipe_of(mesh) as pipe:
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        with pytest.raises(fxpipe.CheckpointError) as caught:
+            pipe.save(folder.with_name(f"run-{rank}"))
+        pipe.save((os.path.relpath(folder), folder / ".." / "run")[rank], extra="one")
+        return str(caught.value), pipe.load(folder)
+
+
+def test_folders_that_differ_between_ranks_are_one_error_of_all(tmp_path: Path) -> None:
+    first, second = (str(tmp_path / f"run-{number}") for number in range(2))
+    for told, extra in on_ranks(2, of_several, tmp_path / "run"):
+        assert f"rank 1 was given the folder {second!r}, and rank 0 {first!r}" in told
+        assert extra == "one"
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def vanished(mesh: DeviceMesh, folder: Path, how: str) -> str:
+    """Rank 0 has no room for its part, or something removes what it has written, before rank 1
+    begins to write; what is raised."""
+    write, first = checkpoint_folder.Writer.write, mesh.get_rank() == 0
+
+    def failing(self: checkpoint_folder.Writer, values: dict[str, Any], rank: int) -> Any:
+        if not first:
+            time.sleep(0.5)
+        elif how == "full":
+            raise OSError(28, "No space left on device")
+        written = write(self, values, rank)
+        if first:
+            shutil.rmtree(Path(self.path).parent)
+        return written
+
+    with pipe_of(mesh) as pipe, pytest.MonkeyPatch.context() as patch:
+        x, y = batch(0)
+        pipe.step(x, target=y)
+        patch.setattr(checkpoint_folder.Writer, "write", failing)
+        kind = fxpipe.CheckpointError if first else fxpipe.RankError
+        with pytest.raises(kind) as caught:
+            pipe.save(folder)
+        patch.undo()
+        pipe.save(folder)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("full", "No space left on device"), ("removed", "was removed or emptied meanwhile")],
+)
+def test_all_ranks_tell_why_the_first_one_could_not_write(
+    how: str, reason: str, tmp_path: Path
+) -> None:
+    own, other = on_ranks(2, vanished, tmp_path / "run", how)
+    assert reason in own
+    assert other.startswith("rank 0")
+    assert other.endswith(own)
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
