@@ -24,15 +24,18 @@ FORMAT = 5
 _KEY = "fxpipe"
 
 
-def write_checkpoint(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
-    """Write a file; an older one is replaced only once the new one is complete.
+def write_checkpoint(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], *, shared: bool = False
+) -> None:
+    """Write a file; an older one is replaced only once the new one is complete. Only this user may
+    read it, unless ``shared`` asks for the permissions of the umask.
 
     Raises:
         CheckpointError: the file cannot hold a value, or cannot be written.
     """
     content = {_KEY: FORMAT, **encode(checkpoint, as_held)}
     try:
-        with replacing(path) as unfinished:
+        with replacing(path, shared=shared) as unfinished:
             torch.save(content, unfinished)
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error

@@ -76,6 +76,8 @@ def write(
     path: Folder,
     group: Group,
     apart: Collection[str] = (),
+    *,
+    shared: bool = False,
 ) -> None:
     """Write a folder; an older one is replaced only once the new one is complete.
 
@@ -86,6 +88,7 @@ def write(
         group: the processes; each of them calls this inside of ``calling``. Those of the first
             replica write everything, the others only the states that it has not.
         apart: the names of parameters that hold something else than the model's state dict has.
+        shared: see ``replacing``; that of rank 0 counts.
 
     Raises:
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
@@ -107,7 +110,7 @@ def write(
             unfinished = None
             if group.rank == 0:
                 _refuse_others(path)
-                unfinished = stack.enter_context(replacing(path, folder=True))
+                unfinished = stack.enter_context(replacing(path, folder=True, shared=shared))
             writer = Writer(group.exchange("folder", unfinished and str(unfinished))[0])
             written = failure = None
             try:

@@ -16,7 +16,9 @@ from fxpipe.torchtools.part import state_in_part
 
 
 @locked
-def checkpoint(pipe: Pipeline, path: str | os.PathLike[str], *, extra: Any = None) -> None:
+def checkpoint(
+    pipe: Pipeline, path: str | os.PathLike[str], *, extra: Any = None, shared: bool = False
+) -> None:
     """Write to a file all that training needs to go on as if not interrupted. Flushes first.
 
     The file has the weights, in all versions that later batches read, the buffers, the
@@ -31,6 +33,8 @@ def checkpoint(pipe: Pipeline, path: str | os.PathLike[str], *, extra: Any = Non
         extra: anything else to keep, which ``restore`` returns, such as the state of a
             learning-rate scheduler or of ``random``, or an epoch: tensors, numbers, strings,
             and lists, tuples and dicts of them.
+        shared: give the file the permissions that the umask allows; otherwise only this user may
+            read and write it (mode 0600).
 
     Raises:
         CheckpointError: the file cannot be written, or cannot hold ``extra``; an older file
@@ -38,7 +42,8 @@ def checkpoint(pipe: Pipeline, path: str | os.PathLike[str], *, extra: Any = Non
     """
     pipe._group.refuse("checkpoint()", "write a folder with save()")
     pipe._engine.flush()
-    file.write_checkpoint(taken(pipe, extra, changed=pipe._engine.progress.changed), path)
+    saved = taken(pipe, extra, changed=pipe._engine.progress.changed)
+    file.write_checkpoint(saved, path, shared=shared)
 
 
 @locked
@@ -63,7 +68,9 @@ def restore(pipe: Pipeline, path: str | os.PathLike[str]) -> Any:
 
 
 @locked
-def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> None:
+def save(
+    pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None, *, shared: bool = False
+) -> None:
     """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
 
     The folder has the same contents as a file of ``checkpoint``, in the format of
@@ -82,6 +89,9 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
             several ranks the same for all.
         extra: anything else to keep, which ``load`` returns, as for ``checkpoint``. Over
             several ranks rank 0's is kept.
+        shared: give the folder and its files the permissions that the umask allows, as ranks of
+            several users need it; otherwise only this user may read and write them (modes 0700 and
+            0600). That of rank 0 counts.
 
     Raises:
         CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
@@ -101,7 +111,7 @@ def save(pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None) -> N
             saved, state = saved.part(own.kept), own.part(pipe._model, state)
         named = pipe._model.named_parameters(remove_duplicate=False)
         apart = {name for name, parameter in named if parameter in others}
-        folders.write(saved, state, folder, pipe._group, apart)
+        folders.write(saved, state, folder, pipe._group, apart, shared=shared)
 
 
 @locked

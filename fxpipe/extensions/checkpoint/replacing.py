@@ -13,7 +13,9 @@ from fxpipe.signals import HeldSignals
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator[Path]:
+def replacing(
+    path: str | os.PathLike[str], *, folder: bool = False, shared: bool = False
+) -> Iterator[Path]:
     """Yield a path to write to; if the block succeeds, the file or folder there replaces ``path``.
 
     The yielded path is in a temporary folder beside ``path``, which a writer that is killed leaves.
@@ -22,6 +24,8 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
         path: the file or folder to replace.
         folder: whether it is a folder. Replacing one takes two steps; if the process is killed
             between them, ``standing`` returns the old folder.
+        shared: whether it has the permissions that the umask gives; otherwise only this user may
+            read it, while it is written, too.
 
     Raises:
         OSError: something else is there, or it cannot be written.
@@ -32,12 +36,17 @@ def replacing(path: str | os.PathLike[str], *, folder: bool = False) -> Iterator
         kind = "folder" if folder else "file"
         raise OSError(f"there is something that is not a {kind}; move {str(target)!r} away")
     temporary = target.with_name(f".fxpipe-{uuid4().hex}")
-    temporary.mkdir()
+    temporary.mkdir(0o777 if shared else 0o700)
     try:
         unfinished = temporary / "checkpoint"
         yield unfinished
-        if not folder:  # give the file the permissions of the umask
-            unfinished.chmod(temporary.stat().st_mode & 0o666)
+        mode = temporary.stat().st_mode
+        if not folder:
+            unfinished.chmod(mode & 0o666)
+        elif not shared:  # else all is as the umask has made it
+            for file in unfinished.iterdir():
+                file.chmod(mode & 0o666)
+            unfinished.chmod(mode & 0o777)
         _sync(unfinished)
         _exchange(unfinished, target)
         with suppress(OSError):  # not every file system can sync a folder

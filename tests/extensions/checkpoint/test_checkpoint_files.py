@@ -218,21 +218,27 @@ def test_of_two_writers_at_once_both_succeed(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["both", "run"]
 
 
-def test_the_mode_follows_the_umask_and_a_link_stays(trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("shared", "mode"), [(False, 0o600), (True, 0o640)])
+def test_only_the_user_may_read_it_unless_the_umask_counts_and_a_link_stays(
+    shared: bool, mode: int, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = checkpoint.read_checkpoint(trained)
     link = tmp_path / "link"
     (tmp_path / "elsewhere").mkdir()
     link.symlink_to(tmp_path / "elsewhere" / "run")
+    around = []
+    while_writing(monkeypatch, lambda path: around.append(path.parent.stat().st_mode & 0o777))
     before = os.umask(0o027)
     try:
-        checkpoint.write_checkpoint(saved, link)
-        checkpoint.write_checkpoint(saved, link)
+        checkpoint.write_checkpoint(saved, link, shared=shared)
+        checkpoint.write_checkpoint(saved, link, shared=shared)
     finally:
         os.umask(before)
+    assert around == [0o750 if shared else 0o700]
     assert link.is_symlink()
     written = tmp_path / "elsewhere" / "run"
     assert not written.is_symlink()
-    assert written.stat().st_mode & 0o777 == 0o640
+    assert written.stat().st_mode & 0o777 == mode
     assert same(checkpoint.read_checkpoint(link).parameters, saved.parameters)
 
 

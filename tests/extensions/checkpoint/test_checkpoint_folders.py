@@ -304,6 +304,25 @@ def test_a_folder_is_replaced_whole_and_leaves_nothing_else(trained: Path) -> No
     assert "run" in [each.name for each in trained.parent.iterdir()]
 
 
+@pytest.mark.parametrize(("shared", "modes"), [(False, {0o700, 0o600}), (True, {0o750, 0o640})])
+def test_only_the_user_may_read_it_unless_the_umask_counts(
+    shared: bool, modes: set[int], trained: Path, tmp_path: Path
+) -> None:
+    before = os.umask(0o027)
+    try:
+        with compiled() as pipe:
+            pipe.load(trained)
+            for _ in range(2):
+                pipe.save(tmp_path / "other", shared=shared)
+                pipe.checkpoint(tmp_path / "file", shared=shared)
+    finally:
+        os.umask(before)
+    written = [tmp_path / "other", tmp_path / "file", *(tmp_path / "other").iterdir()]
+    found = {(path.is_dir(), path.stat().st_mode & 0o777) for path in written}
+    assert found == {(mode in (0o700, 0o750), mode) for mode in modes}
+    assert len(written) >= 4
+
+
 def killed(trained: Path, where: str) -> None:
     """Die while a folder is written, in a process of its own."""
 

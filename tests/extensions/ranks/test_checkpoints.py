@@ -333,6 +333,7 @@ def test_folders_that_differ_between_ranks_are_one_error_of_all(tmp_path: Path) 
         assert f"rank 1 was given the folder {second!r}, and rank 0 {first!r}" in told
         assert extra == "one"
     assert [each.name for each in tmp_path.iterdir()] == ["run"]
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "run").iterdir()} == {0o600}
 
 
 def vanished(mesh: DeviceMesh, folder: Path, how: str) -> str:
