@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import fxpipe
 from fxpipe.extensions.leaf_modules.counting import Counting
-from fxpipe.extensions.ranks import log
+from fxpipe.extensions.ranks import packing
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
@@ -103,7 +103,7 @@ def counted(pipe: fxpipe.Pipeline) -> Iterator[list[Counted]]:
     handlers = {kind: counting(interpreter.HANDLERS[kind]) for kind in kinds}
     with (
         patch.object(interpreter, "HANDLERS", handlers),
-        patch.object(log, "pack", uncounted(log.pack)),
+        patch.object(packing, "pack", uncounted(packing.pack)),
     ):
         yield found
 

@@ -333,7 +333,7 @@ class Pipeline(nn.Module):
         if not full:
             return part
         with self._group.calling("state_dict"):
-            parts = self._group.exchange("state", {} if self._group.replica else part)
+            parts = self._group.collect("state", {} if self._group.replica else part)
         return own.joined(state, parts)
 
     @locked

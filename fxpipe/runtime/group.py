@@ -74,8 +74,13 @@ class Group:
 
     def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
         """Send a value to all ranks, and wait for theirs: rank → value. ``about`` says what it is,
-        and ``held`` whether signals are held meanwhile."""
+        and ``held`` whether signals are held meanwhile. The value is made of numbers, strings,
+        tensors, and containers of them."""
         return [value]
+
+    def collect(self, about: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """``exchange`` for values of any class, by name."""
+        return [values]
 
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on rank 0, and return its result on all ranks."""

@@ -21,16 +21,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
-from io import BytesIO
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxpipe.errors import InputError, told
+from fxpipe.errors import told
+from fxpipe.extensions.ranks import packing
+from fxpipe.extensions.ranks.packing import RefusedError
 
 LARGE = 1 << 18
 """The bytes above which an entry's value goes over the group."""
@@ -73,7 +74,8 @@ class Entry(NamedTuple):
     Attributes:
         kind: says how it is handled, such as ``said``.
         key: says what it belongs to: numbers, strings and tuples of them.
-        value: what is told: tensors, and whatever pickle takes.
+        value: what is told: control, see ``packing``; with values of the user as ``given`` returns
+            them.
     """
 
     kind: str
@@ -141,7 +143,7 @@ class Log:
         Raises:
             InputError: it has something that cannot be pickled.
         """
-        data = pack(entry)
+        data = packing.pack(tuple(entry))
         large = len(data) > LARGE
         size, here = (len(data), b"") if large else (0, bytes(data))
         with self._telling, suppress(RuntimeError):
@@ -187,7 +189,12 @@ class Log:
         self._read += 1
         if self.gone or packed == _HOLE:
             return
-        rank, self._seen[rank], ranks, size, data = pickle.loads(packed)
+        try:
+            rank, seen, ranks, size, data = packing.unpack(packed)
+        except RefusedError as error:
+            self._hand_on(STORE, Entry("gone", (STORE,), _refused("holds", error)))
+            return
+        self._seen[rank] = seen
         mine = ranks is None or self._rank in ranks
         if size and rank == self._rank:
             memory = self._large.popleft()
@@ -207,7 +214,12 @@ class Log:
             self.tell(Entry("got"))
             data = memory.numpy().data
         if mine:
-            self._hand_on(rank, Entry(*pickle.loads(data)))
+            try:
+                entry = Entry(*packing.unpack(data))
+            except RefusedError as error:
+                self._part(rank, _refused("has sent", error))
+            else:
+                self._hand_on(rank, entry)
 
     def _hand_on(self, rank: int, entry: Entry) -> None:
         if entry.kind == "gone":
@@ -325,39 +337,10 @@ def _reason(error: RuntimeError) -> str:
     return f"cannot be reached any more ({told(error)})"
 
 
+def _refused(verb: str, error: RefusedError) -> str:
+    return f"{verb} {error}, which no rank sends to agree with others; it was not run"
+
+
 def _late(error: RuntimeError) -> bool:
     """Whether gloo has ended a wait because nothing came."""
     return "imed out" in str(error) or "timeout" in str(error)
-
-
-def pack(entry: Entry) -> bytearray:
-    """Return an entry as bytes. Raises InputError if it cannot be pickled."""
-    file = BytesIO()
-    try:
-        _Pickler(file, 5).dump(tuple(entry))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"a value would have to go from one rank to another and cannot ({told(error)}); let a "
-            "submodule that makes and uses it be called as it is (fxpipe.LeafModules), or keep "
-            "both on one stage with partition="
-        ) from error
-    return bytearray(file.getbuffer())
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles dense tensors as the memory of a copy on the CPU, without gaps."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized:
-            return NotImplemented
-        dense = value.detach().resolve_conj().resolve_neg().cpu().clone()
-        flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(flat.data), dense.dtype, dense.shape, dense.stride())
-
-
-def _tensor(
-    memory: bytearray, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
-) -> Tensor:
-    if not memory:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)

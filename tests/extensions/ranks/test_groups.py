@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import pytest
 import torch
@@ -87,8 +91,8 @@ VALUES = {
     "nothing": torch.empty(0, 3),
     "half": torch.ones(2, dtype=torch.bfloat16),
     "complex": torch.ones(2, dtype=torch.complex64).conj(),
-    "sparse": torch.eye(3).to_sparse(),
 }
+USERS = {**VALUES, "sparse": torch.eye(3).to_sparse(), "class": UUID(int=5), "bytes": b"abc"}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -98,19 +102,63 @@ def test_values_of_all_kinds_and_sizes_are_exchanged_whole(groups: Any, size: in
     def exchange(group: RankGroup) -> list[Any]:
         with group.calling("step"):
             found = group.exchange("values", VALUES)
+            found += group.collect("values of users", USERS)
             return [*found, *group.exchange("more", large + group.rank)]
 
     for found in together(groups(size), exchange):
         assert not isinstance(found, Exception), found
-        for each in found[:size]:
-            assert each["words"] == VALUES["words"]
-            for name in VALUES.keys() - {"words"}:
-                value, expected = each[name], VALUES[name]
-                assert isinstance(expected, Tensor) and value.dtype == expected.dtype
+        for number, each in enumerate(found[: 2 * size]):
+            assert each.keys() == (VALUES if number < size else USERS).keys()
+            for name, value in each.items():
+                expected = USERS[name]
+                if not isinstance(expected, Tensor):
+                    assert value == expected
+                    continue
+                assert value.dtype == expected.dtype
                 assert torch.equal(value.to_dense(), expected.to_dense()), name
-        assert found[0]["dense"].stride() == (1, 3)
-        for rank, each in enumerate(found[size:]):
+            assert each["dense"].stride() == (1, 3)
+        for rank, each in enumerate(found[2 * size :]):
             assert torch.equal(each, large + rank)
+
+
+class Evil:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        self.path, self.size = path, size
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),), {"padding": bytes(self.size)}
+
+
+@pytest.mark.parametrize("where", ["said", "large", "to one", "in the key", "around"])
+def test_what_no_rank_sends_is_refused_by_name_and_not_run(
+    where: str, groups: Any, tmp_path: Path
+) -> None:
+    ranks, path = groups(2), tmp_path / "made"
+    teller, evil = ranks[1], Evil(path, log.LARGE if where == "large" else 0)
+
+    def exchange(group: RankGroup) -> Any:
+        with group.calling("step", exchanges=True):
+            if group is teller:
+                if where == "around":
+                    number = teller.store.add("last", 1)
+                    teller.store.set(str(number), pickle.dumps(evil))
+                elif where == "in the key":
+                    teller.tell(Entry("said", (teller.call, evil)))
+                else:
+                    to = [0] if where == "to one" else None
+                    teller.tell(Entry("value", (teller.call, 0), evil), to)
+            for _ in range(500):  # what was told before the refusal still counts
+                group.exchange("number", 1)
+                time.sleep(0.01)
+
+    for found in together(ranks, exchange):
+        assert isinstance(found, RankError), found
+        who = "the store of torch.distributed holds" if where == "around" else "has sent"
+        assert who in str(found)
+        assert "posix.mkdir, which no rank sends" in str(found) or "nt.mkdir" in str(found)
+    assert not path.exists()
 
 
 def test_what_cannot_be_pickled_is_refused(groups: Any) -> None:
@@ -166,9 +214,9 @@ def test_ranks_decide_alike_whether_an_exchange_was_complete_before_a_failure(gr
             entered.wait()
             if group.rank == 0:
                 for rank in range(3):
-                    ranks[rank].tell(Entry("said", (2, 1), Said("end", "step", 0, 0, rank)))
+                    ranks[rank].tell(Entry("said", (2, 1), tuple(Said("end", "step", 0, 0, rank))))
                 group.tell(Entry("failed", (2,), failure_of(ValueError("after"))))
-                group.tell(Entry("said", (2, 2), Said("more", "step", 0, 0, None)))
+                group.tell(Entry("said", (2, 2), tuple(Said("more", "step", 0, 0, None))))
             own = group._log
             assert own is not None and soon(lambda: 2 in group._failures)
             del own
