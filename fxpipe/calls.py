@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,12 +23,21 @@ from fxpipe.torchtools import allocator
 from fxpipe.torchtools.pytrees import together
 
 
+class Stepped(NamedTuple):
+    """The loss of a step, and its seconds: those for which it compiled, and the rest."""
+
+    loss: Any
+    seconds: float
+    compile_seconds: float
+
+
 class Calls:
     """Takes the calls of a pipe: checks the arguments, splits them into micro-batches, compiles
     what no earlier call was like, and has the engine run it. See ``Pipeline``, also for errors.
 
     Attributes:
         shown: the last training step; before the first one, the call that was compiled first.
+        last: what the last call of ``step`` has given; None before it, and after a failure.
     """
 
     def __init__(
@@ -40,6 +49,7 @@ class Calls:
     ) -> None:
         """``hooks`` are those of the pipe itself, by the name of their attribute."""
         self.shown: Compiled | None = None
+        self.last: Stepped | None = None
         self._options, self._compiler, self._engine = options, compiler, engine
         self._group = options.group
         self._hooks = hooks
@@ -54,7 +64,7 @@ class Calls:
     ) -> Any:
         """Train on a batch; returns its loss, or loss and output."""
         with HeldSignals() as signals, self._group.calling("step", exchanges=True):
-            meter = self._engine.meter
+            self.last, begin, meter = None, perf_counter(), self._engine.meter
             if meter is not None:
                 meter.begin()
             self._refuse_hooks()
@@ -72,10 +82,10 @@ class Calls:
             compiled, micro, watch = self._compiler.weighed(compiled, micro)
             result = self._engine.step(compiled, micro, with_output=return_output, watch=watch)
             self.shown = compiled
+            loss, compiling = result[0] if return_output else result, self._compile_seconds
+            self.last = Stepped(loss, perf_counter() - begin - compiling, compiling)
             if meter is not None:
-                meter.end(
-                    result[0] if return_output else result, compiled.program, self._compile_seconds
-                )
+                meter.program = compiled.program
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
         return result

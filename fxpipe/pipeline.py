@@ -254,8 +254,8 @@ class Pipeline(nn.Module):
     def metrics(self) -> dict[str, float]:
         """Figures of the last step, as a flat dict of numbers, which loggers take as it is: loss,
         times, bubble, memory, and what a loss returns beside it; see
-        ``fxpipe.extensions.metrics.meter.metrics``. Steps are measured from the first time that
-        you read this property."""
+        ``fxpipe.extensions.metrics.meter.metrics``. Bubble and times of stages are measured from
+        the first time that you read this property."""
         figures: dict[str, float] = find("option", "metrics", "pipe.metrics")(self)
         return figures
 

@@ -1,11 +1,10 @@
-"""Numbers about the last step, for a logger. Nothing is measured before somebody asks."""
+"""Numbers about the last step, for a logger. Instructions are not measured before somebody asks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Any
 
 from fxpipe.extensions.shares import tell_shares
@@ -24,10 +23,7 @@ class Meter:
 
     Attributes:
         times: device → the start and end times of its instructions.
-        seconds: the time that the last call of ``step`` took, without compiling.
-        compile_seconds: the time for which it compiled.
-        loss: the loss that it returned.
-        program: the program that it ran. These four are None before a step, and after a failure.
+        program: the program that the last step ran; None before a step, and after a failure.
         compiled: the compiled step of ``peaks``.
         peaks: device → the most bytes that it is predicted to hold.
         read: of the steps of ``compiled`` whose figures were read, the times of tasks.
@@ -35,9 +31,6 @@ class Meter:
     """
 
     times: list[list[Any]]
-    seconds: float | None = None
-    compile_seconds: float | None = None
-    loss: Any = None
     program: Program | None = None
     compiled: object = None
     peaks: Sequence[int] | None = None
@@ -45,12 +38,10 @@ class Meter:
         default_factory=lambda: defaultdict(list)
     )
     steps: int = 0
-    _start: float = field(default=0.0, repr=False)
 
     def begin(self) -> None:
         """Begin to measure a step."""
-        self._start = perf_counter()
-        self.seconds = self.compile_seconds = self.loss = self.program = None
+        self.program = None
         for times in self.times:
             times.clear()
 
@@ -64,11 +55,6 @@ class Meter:
                 (x, (end - start) / 1e9) for x, start, end in spans
             ).items():
                 self.read[task] += spent
-
-    def end(self, loss: Any, program: Program, compile_seconds: float) -> None:
-        """Keep the results of a step."""
-        self.seconds = perf_counter() - self._start - compile_seconds
-        self.compile_seconds, self.loss, self.program = compile_seconds, loss, program
 
 
 def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, Any]:
@@ -102,8 +88,9 @@ def measured(program: Program, times: Mapping[int, Sequence[int]]) -> dict[str, 
 def metrics(pipe: Pipeline) -> dict[str, float]:
     """Figures of the last step.
 
-    Steps are measured from the first time that you read them. Figures that are not known, as before
-    that time or after a step that failed, are left out. Over several ranks, ``bubble`` and
+    Instructions are timed from the first time that you read them; what needs these times, as
+    ``bubble``, is known from then on. Figures that are not known, as before a step or after one
+    that failed, are left out. Over several ranks, ``bubble`` and
     ``stage_seconds`` are of this rank's device; if batches overlap, both are left out, and
     ``profile`` measures them. After ten steps that were read, the logger "fxpipe" warns once of a
     stage whose share of them is far larger than predicted.
@@ -117,7 +104,7 @@ def metrics(pipe: Pipeline) -> dict[str, float]:
         for which it computed, and ``weight_versions/0`` if batches overlap. ``peak_memory/0``: the
         most bytes that device 0 is predicted to hold.
     """
-    engine, shown = pipe._engine, pipe._calls.shown
+    engine, shown, last = pipe._engine, pipe._calls.shown, pipe._calls.last
     meter = engine.meter
     if meter is None:
         meter = engine.meter = Meter([[] for _ in pipe.devices])
@@ -134,14 +121,14 @@ def metrics(pipe: Pipeline) -> dict[str, float]:
             tell_shares(pipe, shown, meter.read)
     figures = {
         "batches": pipe.batches,
-        "loss": None if meter.loss is None else float(meter.loss),
+        "loss": None if last is None else float(last.loss),
         "grad_norm": pipe.grad_norm,
-        "seconds": meter.seconds,
-        "compile_seconds": meter.compile_seconds,
+        "seconds": None if last is None else last.seconds,
+        "compile_seconds": None if last is None else last.compile_seconds,
         "bubble": found.get("bubble"),
     }
     several: dict[str, Mapping[Any, float]] = {
-        "loss": {} if meter.loss is None or engine.logged is None else engine.logged.read(),
+        "loss": {} if last is None or engine.logged is None else engine.logged.read(),
         "stage_seconds": found.get("stage_seconds", {}),
         "peak_memory": dict(enumerate(meter.peaks or ())),
         "weight_versions": dict(enumerate(pipe.weight_versions)),

@@ -54,10 +54,14 @@ def test_metrics_are_of_the_last_step_also_after_a_compilation_and_of_none_that_
     with compiled(
         model, 2, 3, SGD, schedule="1f1b", extensions=[fxpipe.LeafModules(Failing)]
     ) as pipe:
-        pipe.step(x, target=y)
-        assert "loss" not in pipe.metrics
+        loss = pipe.step(x, target=y)
+        first = pipe.metrics  # the first row of a loop that has not read it before
+        assert first["loss"] == float(loss)
+        assert first["seconds"] > 0 and first["compile_seconds"] > 0
+        assert "bubble" not in first
         pipe.step(x, target=y)
         found = pipe.metrics
+        assert found.keys() > first.keys()
         pipe.prepare(x[:1], target=y[:1])
         later = pipe.metrics
         assert {**later, **{n: found[n] for n in found if "peak_memory" in n}} == found
@@ -112,7 +116,7 @@ def test_batches_that_overlap_have_a_loss_and_versions() -> None:
         assert [pipe.metrics[f"weight_versions/{stage}"] for stage in (0, 1)] == [2, 2]
 
 
-def test_nothing_is_measured_before_metrics_are_asked_for() -> None:
+def test_no_instruction_is_timed_before_metrics_are_asked_for() -> None:
     model, [(x, y)] = make("mlp", 1, 4)
     with compiled(model, 2, 3, ADAMW, schedule="1f1b") as pipe:
         pipe.step(x, target=y)
