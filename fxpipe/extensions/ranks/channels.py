@@ -23,7 +23,7 @@ from fxpipe.errors import InputError, RankError
 from fxpipe.extend import find
 from fxpipe.extensions.ranks.group import RankGroup, failure_of
 from fxpipe.extensions.ranks.log import Entry
-from fxpipe.extensions.ranks.packing import given, taken
+from fxpipe.extensions.ranks.packing import enclosed, opened
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.plan import ValueSpec
@@ -113,7 +113,7 @@ class RankChannels(Channels):
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         spec = self._spec(buffer)
         if spec is None:
-            entry = Entry("value", (self._run, buffer), given(value))
+            entry = Entry("value", (self._run, buffer), enclosed(value))
             self._group.tell(entry, [self._group.pipeline[device]])
             return
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
@@ -231,7 +231,7 @@ class RankChannels(Channels):
         elsewhere = [rank for rank in range(group.size) if rank not in group.pipeline]
         for values, ranks in ((unsent, own), (losses, elsewhere)):
             if values and ranks:
-                sent = [(buffer, given(value)) for buffer, value in values]
+                sent = [(buffer, enclosed(value)) for buffer, value in values]
                 group.tell(Entry("outputs", (self._run,), sent), ranks)
 
     def fed(self, batch: int) -> None:
@@ -269,10 +269,10 @@ class RankChannels(Channels):
             else:
                 self.failure = error  # the run will not start
         elif entry.kind == "value":
-            super().put(self._group.device, entry.key[1], taken(entry.value))
+            super().put(self._group.device, entry.key[1], opened(entry.value))
         else:
             for buffer, sent in entry.value:
-                value = taken(sent)
+                value = opened(sent)
                 if buffer.batch in self._jobs:
                     self._jobs[buffer.batch].host.take(buffer, value, replica)
                 else:

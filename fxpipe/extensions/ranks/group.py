@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import InputError, RankError, told
 from fxpipe.extensions.ranks.log import STORE, Entry, Log
-from fxpipe.extensions.ranks.packing import given, taken
+from fxpipe.extensions.ranks.packing import enclosed, opened
 from fxpipe.runtime.group import Group
 from fxpipe.signals import HeldSignals, raise_held
 
@@ -167,9 +167,9 @@ class RankGroup(Group):
         return self._exchange(number, own, held)
 
     def collect(self, about: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        sent = {name: given(value) for name, value in values.items()}
+        sent = {name: enclosed(value) for name, value in values.items()}
         ranks = self.exchange(about, sent)
-        return [{name: taken(value) for name, value in each.items()} for each in ranks]
+        return [{name: opened(value) for name, value in each.items()} for each in ranks]
 
     def _exchange(self, number: int, own: Said, held: bool) -> list[Any]:
         self._settled, key = False, (self.call, number)

@@ -74,8 +74,8 @@ class Entry(NamedTuple):
     Attributes:
         kind: says how it is handled, such as ``said``.
         key: says what it belongs to: numbers, strings and tuples of them.
-        value: what is told: control, see ``packing``; with values of the user as ``given`` returns
-            them.
+        value: what is told: control, see ``packing``, with values of the user as ``enclosed``
+            returns them.
     """
 
     kind: str

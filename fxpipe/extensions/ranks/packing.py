@@ -51,13 +51,13 @@ def unpack(data: Any) -> Any:
     return _Unpickler(BytesIO(data) if isinstance(data, bytes) else _Reader(data)).load()
 
 
-def given(value: Any) -> Any:
-    """A value of the user, to travel in control: ``taken`` returns it. Raises like ``pack``."""
+def enclosed(value: Any) -> Any:
+    """A value of the user, to travel in control: ``opened`` returns it. Raises like ``pack``."""
     return value if _is_dense(value) else pack(value)
 
 
-def taken(value: Any) -> Any:
-    """The value that ``given`` was given. As it may be of any class, this may run any code."""
+def opened(value: Any) -> Any:
+    """The value that ``enclosed`` was given. As it may be of any class, this may run any code."""
     return pickle.loads(value) if isinstance(value, bytes | bytearray) else value
 
 
