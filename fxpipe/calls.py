@@ -18,6 +18,7 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.runtime.backend import is_worker
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
+from fxpipe.runtime.loss import StepLoss
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.pytrees import together
@@ -83,6 +84,7 @@ class Calls:
             result = self._engine.step(compiled, micro, with_output=return_output, watch=watch)
             self.shown = compiled
             loss, compiling = result[0] if return_output else result, self._compile_seconds
+            result = (StepLoss.of(loss), *result[1:]) if return_output else StepLoss.of(loss)
             self.last = Stepped(loss, perf_counter() - begin - compiling, compiling)
             if meter is not None:
                 meter.program = compiled.program

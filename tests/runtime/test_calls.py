@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,6 +371,42 @@ def test_an_output_that_samples_share_is_not_joined_at_any_micro_batch_size(samp
         per_sample, shared = pipe(torch.rand(samples, 4))
     assert per_sample.shape == (samples, 4)
     assert shared.shape == (1, 4)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_backward_of_a_steps_loss_is_refused_and_all_else_is_a_tensors(
+    schedule: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    expected = mse_loss(model(x), y).detach()
+    with fxpipe.compile(
+        model, 2, microbatches=3, loss=mse_loss, optimizer=made, schedule=schedule
+    ) as pipe:
+        loss = pipe.step(x, target=y)
+        for each in (loss, pipe.step(x, target=y, return_output=True)[0]):
+            with pytest.raises(InputError, match=r"step\(...\) has already run backward"):
+                each.backward()
+            with pytest.raises(InputError, match=r"loss\(pipe\(x\), y\).backward\(\)"):
+                each.backward(retain_graph=True)
+    torch.testing.assert_close(loss.detach(), expected)
+    assert isinstance(loss, Tensor) and not loss.requires_grad and loss.shape == ()
+    torch.save({"loss": loss}, tmp_path / "saved")
+    for plain in (
+        loss + 0,
+        loss.clone(),
+        copy.deepcopy(loss),
+        torch.stack([loss])[0],
+        torch.load(tmp_path / "saved")["loss"],
+    ):
+        assert type(plain) is Tensor
+        assert float(plain) == loss.item()
+    value = float(loss)
+    assert (repr(loss), f"{loss:.3f}") == (repr(torch.tensor(value)), f"{value:.3f}")
+    loss /= 2
+    assert loss == value / 2
 
 
 def test_a_step_in_inference_mode_is_refused(pair: Pair) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from fxpipe.runtime.loss import StepLoss
 
 
-class PendingLoss(Tensor):
+class PendingLoss(StepLoss):
     """A scalar tensor whose value comes later.
 
     Every operation on it, by PyTorch or by Python, first waits for the value and then uses a plain
@@ -43,16 +43,3 @@ class PendingLoss(Tensor):
             if wait is not None:
                 wait()
             return self._value
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        def plain(value: Any) -> Any:
-            return value.read() if isinstance(value, PendingLoss) else value
-
-        return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, dict(kwargs or {})))
