@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,17 @@ def test_before_a_compile_no_extension_is_loaded(here: dict[str, Any]) -> None:
 
 def test_importing_fxpipe_does_not_import_what_a_first_step_needs(here: dict[str, Any]) -> None:
     assert [name for name in SLOW if name in here["first"]] == []
+
+
+def test_an_installation_has_numpy_which_torch_warns_about_and_folders_need() -> None:
+    """torch does not require it: without it, ``import fxpipe`` would show torch's warning."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert any(re.match(r"numpy\b", each) for each in needed)
+    without = "import sys; sys.modules['numpy'] = None\n"
+    use = "import fxpipe, torch; torch.ones(2).numpy()"
+    done = python("-W", "error", "-c", use, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "umpy" in python("-W", "error", "-c", without + use, cwd=ROOT).stderr
 
 
 @pytest.mark.parametrize("name", OUTER)
