@@ -44,8 +44,11 @@ def alive() -> list[Tensor]:
 
 
 def left_over(before: list[Tensor], pipe: fxpipe.Pipeline) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that are new, but for the gradients that the user asked for."""
+    """The shapes of the tensors that are new, but for the gradients that the user asked for, and
+    the scalar loss of the last step, which ``pipe.metrics`` shows."""
     known = {id(x) for x in before} | {id(p.grad) for p in pipe.parameters()}
+    if (last := pipe._calls.last) is not None:
+        known.add(id(last.loss))
     return [tuple(x.shape) for x in alive() if id(x) not in known]
 
 
