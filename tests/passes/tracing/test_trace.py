@@ -280,7 +280,7 @@ def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
         loop.assert_same(loop.gradients(model), loop.gradients(alone))
         loop.clear(model, alone)
         loss = torch.compile(lambda: pipe.step(x * 2, target=y) + 1, backend=backend)()
-        assert compiled == [operator.mul, operator.add]  # of the step nothing
+        assert {operator.mul} <= {*compiled} <= {operator.mul, operator.add}  # of the step nothing
         expected = loop.train(alone, 2, x * 2, loss=nn.functional.mse_loss, target=y).loss
     assert torch.equal(loss, expected + 1)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
