@@ -78,9 +78,9 @@ def compile(
             data, a rank with a CPU device gives back the memory of the other ranks' parameters when
             it first runs; they are then on the meta device. See docs/ranks.md. If a line cannot be
             traced, such as a branch on the values of a tensor, the smallest submodule around it
-            that works as a leaf module becomes one: it is called as it is, and autograd runs the
-            backward in every stage. So does a loss. The logger "fxpipe" then warns of the line, the
-            submodule and what it costs. The sizes of what it returns must not depend on values;
+            that works as a leaf module becomes one: it is called as it is, in one stage, and
+            autograd runs its backward. So does a loss. The logger "fxpipe" then warns of the line,
+            the submodule and what it costs. The sizes of what it returns must not depend on values;
             this is checked. See ``fxpipe.LeafModules`` to ask for leaf modules.
         devices: where the stages run, one on each device or as many as the schedule places there:
 

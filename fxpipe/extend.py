@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fxpipe.kernels.kernel import Kernel
     from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
-    from fxpipe.passes.tracing.tracer import Fallback, Tracer
+    from fxpipe.passes.tracing.tracer import Fallback
     from fxpipe.runtime.choice import ThreadChoice
     from fxpipe.runtime.transport import MakeTransport
 
@@ -369,10 +369,6 @@ class Extension:
 
     def fallback(self, options: Options) -> Fallback | None:
         """What decides about lines that cannot be traced, or None. Called once for a pipe."""
-        return None
-
-    def tracer(self) -> Tracer | None:
-        """What makes the graphs of models in place of ``torch.export``, or None."""
         return None
 
     def transport(self) -> MakeTransport | None:

@@ -21,16 +21,16 @@ from fxpipe.compiler.reads import Reads, StandIns
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.compiler.unread import ReadError
 from fxpipe.errors import FxpipeError, InputError, TraceError, told
-from fxpipe.extend import find, option
+from fxpipe.extend import option
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value, with_dims
 from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.runner import run_all
-from fxpipe.passes.tracing.attach_loss import LossModule
-from fxpipe.passes.tracing.explain import untraceable
+from fxpipe.passes.tracing.attach_loss import LossModule, in_loss
+from fxpipe.passes.tracing.explain import on_values, untraceable
 from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
-from fxpipe.passes.tracing.tracer import Fallback, UntracedCalls
+from fxpipe.passes.tracing.tracer import Fallback
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
@@ -153,19 +153,24 @@ class FrontEnd:
         TraceError."""
         places = [self.guard.numbers[name] for name in call.batch.others]
         stand_ins = self.reads.stand_ins(call.batch, places)
-        if self.options.tracer is not None:
-            stand_ins.found(all_read=True)
         while True:
             try:
                 traced = self._trace(call, free, stand_ins)
             except Exception as error:
-                if source.lacks_memory(error) or not stand_ins.found(error):
+                if source.lacks_memory(error):
                     raise
+                if not stand_ins.found(error):
+                    if stand_ins.numbers or not isinstance(error, TraceError):
+                        raise
+                    of_loss = in_loss(error.__cause__) and not self.fallback.loss
+                    take = self.fallback.take_loss if of_loss else self.fallback.take
+                    take(error)
             else:
                 if stand_ins.kept:
                     self._run_again(call)
                     raise TraceError("a number is kept by what the code writes")
-                if not stand_ins.found(all_read=traced.under_autograd):
+                if not stand_ins.found(all_read=traced.calls):
+                    self.fallback.tell()
                     return traced
                 del traced
 
@@ -219,7 +224,8 @@ class FrontEnd:
                     f"the model writes into its input {written[0]!r}; let it work on a copy "
                     "(x = x.clone()), or out of place (nn.ReLU without inplace=True)"
                 )
-            if self._captures:
+            calls = bool(self.fallback.called or self.fallback.loss)
+            if options.captures or calls:
                 captured = self._captured(call, output, facts, stand_ins, free)
                 if captured is not None:
                     return captured
@@ -229,73 +235,67 @@ class FrontEnd:
                 traced = self._traced_model(
                     given, named, [*dims, *more], [*free[:inputs], *more] if free else (), stand_ins
                 )
-            if traced.under_autograd and stand_ins.numbers:
-                raise TraceError("a graph that calls modules takes no numbers")
             if free and any(out.dims is None for out in traced.outputs):
                 known = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
                 traced = traced if known is None else with_dims(traced, known)
             if call.with_loss and loss is not None:
                 flat, spec = pytree.tree_flatten(taken_apart(output))
-                logged, objective = facts["logged"], options.objective.with_logged
-                called = traced.under_autograd
-                own = objective if called else stand_ins.loss(objective)
-                module = LossModule(own, loss, spec, logged)
-                facts |= {"called_loss": called, "traced_loss": not called}
-                if called:
-                    facts |= {"loss_module": module, "output": flat}
-                else:
-                    tensors = named.get(NUMBERS, ())
-                    dims = [*_output_dims(traced, size), *target_dims, *more]
-                    free_too = (
-                        [*_free_outputs(traced), *free[inputs:targets_end], *more] if free else ()
-                    )
-                    loss_args = (*flat, *targets, *tensors)
-                    try:
-                        loss_graph = self._traced(module, loss_args, {}, dims, free_too)
-                    except TraceError as error:
-                        if stand_ins.numbers or stand_ins.seen:
-                            raise
-                        self.fallback.take_loss(error)
-                        return self._trace(call, free, stand_ins)
-                    with self.guard.reading():
-                        module(*loss_args)
-                    source.credit(loss_graph.graph, loss)
-                    facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
+                own = stand_ins.loss(options.objective.with_logged)
+                module = LossModule(own, loss, spec, facts["logged"])
+                tensors = named.get(NUMBERS, ())
+                dims = [*_output_dims(traced, size), *target_dims, *more]
+                free_too = (
+                    [*_free_outputs(traced), *free[inputs:targets_end], *more] if free else ()
+                )
+                loss_args = (*flat, *targets, *tensors)
+                try:
+                    loss_graph = self._traced(module, loss_args, {}, dims, free_too)
+                except TraceError as error:
+                    if stand_ins.numbers or stand_ins.seen:
+                        raise
+                    self.fallback.take_loss(error)
+                    return self._trace(call, free, stand_ins)
+                with self.guard.reading():
+                    module(*loss_args)
+                source.credit(loss_graph.graph, loss)
+                facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
+                facts["traced_loss"] = True
             facts["traced"] = traced
             joined: Traced = run_all(passes.of(self.options, "join"), facts)["traced"]
         return joined
 
-    @property
-    def _captures(self) -> bool:
-        """Whether the model and its loss are to be captured with their backward."""
-        fallback = self.fallback
-        return self.options.captures and not (
-            fallback.called or fallback.loss or self.options.tracer is not None
-        )
-
     def _captured(
         self, call: Call, output: Any, facts: dict[str, Any], stand_ins: StandIns, free: Dims
     ) -> Traced | None:
-        """The graph of the model and its loss with their backward; None if it cannot be had."""
-        options, loss, made = self.options, self.options.loss, None
+        """The graph of the model and its loss with their backward; None if it cannot be captured,
+        and calls no part of the model as it is."""
+        options, loss, fallback = self.options, self.options.loss, self.fallback
+        flat, spec = pytree.tree_flatten(taken_apart(output))
+        made = None
         targets, numbers = self._given(stand_ins, call.leaves)[2:]
         state = self.guard.state()
         if facts["given_loss"]:
             assert loss is not None
-            flat, spec = pytree.tree_flatten(taken_apart(output))
             own = stand_ins.loss(options.objective.with_logged)
             made = LossModule(own, loss, spec, facts["logged"])
-            with self.guard.reading():
-                made(*flat, *targets, *numbers)
-        with stand_ins.inside(options.model):
-            facts |= {
+            if not fallback.loss:
+                with self.guard.reading():
+                    made(*flat, *targets, *numbers)
+        with fallback.calls() as calls, stand_ins.inside(options.model):
+            if calls is not None and stand_ins.numbers:
+                raise TraceError("a graph that calls modules takes no numbers")
+            facts = {
+                **facts,
                 "loss_module": made,
-                "output": pytree.tree_leaves(taken_apart(output)),
+                "output": flat,
                 "real_targets": targets,
                 "count": stand_ins.others,
                 "names": call.batch.names,
                 "wants": call.wants,
                 "step": call.with_loss,
+                "calls": calls,
+                "called_loss": made is not None and fallback.loss,
+                "traced_loss": made is not None and not fallback.loss,
             }
 
             def capture(leaves: Sequence[Any]) -> Traced:
@@ -305,15 +305,21 @@ class FrontEnd:
                 return found
 
             try:
-                traced = self._any_size and self._any_size.traced(
+                any_size = None if calls is not None else self._any_size
+                traced = any_size and any_size.traced(
                     lambda: self.kind(call, state), call.leaves, free, capture
                 )
                 traced = traced or capture(call.leaves)
             except Exception as error:
                 if source.lacks_memory(error) or isinstance(error, InputError):
                     raise
-                LOGGER.info("not captured: %s", told(error))
-                return None
+                if calls is None and not on_values(error):
+                    LOGGER.info("not captured: %s", told(error))
+                    return None
+                if stand_ins.seen:
+                    raise ReadError from error
+                of = made if made is not None and in_loss(error) else options.model
+                raise untraceable(of, error) from error
         collect()
         return traced
 
@@ -340,8 +346,7 @@ class FrontEnd:
 
     def _is_called(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is called as it is."""
-        tracer = self.options.tracer
-        return name in self.fallback.called or (tracer is not None and tracer.calls(module))
+        return name in self.fallback.called
 
     def _traced_model(
         self,
@@ -351,22 +356,13 @@ class FrontEnd:
         free: Dims,
         stand_ins: StandIns,
     ) -> Traced:
-        """The model's graph, of which the fallback may have parts called as they are: not for a
-        number, which can be a constant, nor for a value that stands for another."""
-
-        def trace() -> Traced:
-            with self.fallback.calls() as calls:
-                try:
-                    return self._traced(self.options.model, args, kwargs, dims, free, calls)
-                except TraceError as error:
-                    if stand_ins.seen:
-                        raise ReadError from error
-                    raise
-
-        traced = trace() if stand_ins.numbers else self.fallback.trace(trace)
-        if traced.under_autograd:
-            find("option", "fallback", "a graph that calls modules")
-        return traced
+        """The model's graph."""
+        try:
+            return self._traced(self.options.model, args, kwargs, dims, free)
+        except TraceError as error:
+            if stand_ins.seen:
+                raise ReadError from error
+            raise
 
     def _traced(
         self,
@@ -375,16 +371,14 @@ class FrontEnd:
         kwargs: dict[str, Any],
         dims: Dims,
         free: Dims,
-        calls: UntracedCalls | None = None,
     ) -> Traced:
-        """The graph of the model, or of the loss. One with ``calls`` holds for these sizes only."""
+        """The graph of the model, or of the loss."""
         facts = {
             "model": model,
             "args": args,
             "kwargs": kwargs,
             "dims": dims,
-            "free": free if calls is None else (),
-            "calls": calls,
+            "free": free,
             "called": self.fallback.called.values(),
         }
         try:

@@ -15,7 +15,6 @@ from fxpipe.extend import Extension
 from fxpipe.ir.recipe import Recipe
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
-from fxpipe.passes.tracing.tracer import Tracer
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.group import Group
@@ -87,11 +86,6 @@ class Options:
     def loss(self) -> Callable[..., Any] | None:
         """The loss function; None if the model returns its loss."""
         return self.objective.loss
-
-    @cached_property
-    def tracer(self) -> Tracer | None:
-        """What makes the graphs, in place of ``torch.export``, if an extension has it."""
-        return next((t for e in self.extensions if (t := e.tracer()) is not None), None)
 
     @property
     def transport(self) -> MakeTransport | None:

@@ -108,7 +108,7 @@ TRY = (
 TRACE = (
     Pass(
         export,
-        "model, args, kwargs, free, calls",
+        "model, args, kwargs, free",
         "program, accepts",
     ),
     Pass(refuse_unheld, "model, program", ""),
@@ -124,14 +124,14 @@ TRACE = (
 CAPTURE = (
     Pass(
         capture,
-        "model, loss_module, args, kwargs, targets, numbers, names, wants, step",
+        "model, loss_module, args, kwargs, targets, numbers, names, wants, step, calls",
         "traced",
     ),
     Pass(
         note_loss,
         "traced, loss_module, output, real_targets, count",
         "traced",
-        when="given_loss",
+        when="traced_loss",
     ),
     Pass(seed_randomness, "traced", "traced"),
 )
@@ -145,21 +145,21 @@ JOIN = (
 """The graphs of the model and its loss → the one graph that is cut."""
 
 SINGLE = (
-    Pass(one_stage, "traced", "assignment", when="not under_autograd"),
-    Pass(cut, "traced, assignment, owners, stage_costs", "plan", when="not under_autograd"),
+    Pass(one_stage, "traced", "assignment"),
+    Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
     Pass(divide, "plan, traced, state, wanted, functional", "plan", when="captured"),
     Pass(
         differentiate,
         "plan, values, state, wanted, functional",
         "plan",
-        when="differentiated",
+        when="not captured",
     ),
     Pass(part_backward, "plan", "plan", when="functional"),
 )
 """The first graph of a model → the plan of one stage that can be measured. Its backward has halves
 if steps need them."""
 
-MEASURE = (Pass(measure, "traced, plan, values, state, share", "costs", when="not under_autograd"),)
+MEASURE = (Pass(measure, "traced, plan, values, state, share", "costs"),)
 """A graph and that plan → what each node costs. Over several ranks, only rank 0 runs this."""
 
 PARTITION = (
@@ -196,7 +196,7 @@ PLAN = (
         differentiate,
         "plan, values, state, wanted, functional",
         "plan",
-        when="differentiated",
+        when="not captured",
     ),
     Pass(part_backward, "plan", "plan", when="parted"),
     Pass(_PART, "plan, bucket_bytes", "plan", when="replicated"),
@@ -243,15 +243,12 @@ LISTS = {
 
 
 def of(options: Options, name: str) -> Sequence[Pass]:
-    """A list, with the passes that extensions put into it. An extension's tracer is the whole list
-    "trace".
+    """A list, with the passes that extensions put into it.
 
     Raises:
         PassError: one is to come after a pass that is not in the list.
     """
     passes: Sequence[Pass] = LISTS[name]
-    if name == "trace" and options.tracer is not None:
-        passes = (Pass(options.tracer.trace, "model, args, kwargs, called", "traced"),)
     for each in options.extensions:
         for after, own in each.passes(options).get(name, ()):
             names = ["", *(known.name for known in passes)]

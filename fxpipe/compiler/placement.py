@@ -149,7 +149,7 @@ class Placement:
         elsewhere = options.places or options.hollow or options.group.size > 1
         named = options.partition.at is not None and not options.decides
         limited = self._budget is None or self._budget.machine.limited
-        return named and not (elsewhere or limited or traced.under_autograd or schedule.overlaps)
+        return named and not (elsewhere or limited or traced.calls or schedule.overlaps)
 
     def costs_of(
         self, facts: Mapping[str, Any], assignment: Assignment
@@ -201,7 +201,7 @@ class Placement:
         self, traced: Traced, assignment: Assignment, costs: Mapping[str, NodeCost]
     ) -> dict[int, StageCosts]:
         """Stage → the sum of its nodes' costs."""
-        halves = self._parted or traced.under_autograd  # else those of halves are not known
+        halves = self._parted  # else those of halves are not known
         by_stage: list[dict[str, NodeCost]] = [{} for _ in range(assignment.stages)]
         for node in compute_nodes(traced.graph):
             by_stage[assignment.nodes[node.name]][node.name] = costs[node.name]
@@ -230,7 +230,7 @@ class Placement:
             "stage_costs": {},
             **facts["traced"].kind,
             "whole": self._options.whole and not self._options.apart,
-            "functional": self._parted and not facts["traced"].under_autograd,
+            "functional": self._parted,
             "threads": self._options.threads,
         }
 

@@ -184,7 +184,7 @@ class Plans:
     def _sized(self, graph: Graph, call: Call) -> Plan | None:
         """The plan for the sizes of this call, from a plan for any, if an extension has one."""
         kind = self._graph_key(call)
-        if graph.traced.under_autograd or kind[-1] is not None:
+        if graph.traced.calls or kind[-1] is not None:
             return None
         if (sized := option("any_size")) is None:
             return None
@@ -351,7 +351,7 @@ class Plans:
         fixed = call.fixed
         if fixed is None:
             kind, known, shapes = self._kind(call), self._class(call), call.shapes
-            alone = call.uniform and self.options.tracer is None
+            alone = call.uniform
             fixed = alone and self._first.get(known, shapes) == shapes
             if fixed and known not in self._first:
                 free = (t for k, t in self._traced.items() if k[0] == (*kind, None))

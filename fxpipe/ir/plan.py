@@ -12,6 +12,7 @@ from torch import fx
 
 from fxpipe.extend import View
 from fxpipe.formatting import plural, shown
+from fxpipe.ir.called import calls_in
 from fxpipe.ir.value import HOST, Edge
 
 if TYPE_CHECKING:
@@ -116,7 +117,6 @@ class Stage:
         buffers: the buffers that it reads.
         writes: the buffers that it writes.
         graph: the functional graph; equality compares its text.
-        under_autograd: whether it calls modules of the model, so that autograd runs its backward.
         modules: the submodules of the model that it runs, for tables and pictures.
         costs: its times on the example, if measured.
         kernel: the kernel that runs it, once the stage is differentiated.
@@ -129,7 +129,6 @@ class Stage:
     buffers: tuple[Argument, ...]
     writes: tuple[Write, ...]
     graph: fx.GraphModule = field(compare=False)
-    under_autograd: bool = False
     modules: tuple[str, ...] = field(default=(), compare=False)
     costs: StageCosts | None = field(default=None, compare=False)
     kernel: Kernel | None = field(default=None, compare=False, repr=False)
@@ -143,6 +142,11 @@ class Stage:
         return print_graph(self.graph.graph)
 
     @property
+    def calls(self) -> bool:
+        """Whether it calls parts of the model as they are."""
+        return bool(calls_in(self.graph.graph.nodes))
+
+    @property
     def forward(self) -> fx.GraphModule | None:
         """The forward graph: parameters, buffers, inputs → outputs, buffer writes, saved."""
         return None if self.kernel is None else self.kernel.forward_graph
@@ -151,7 +155,7 @@ class Stage:
     def backward(self) -> fx.GraphModule | None:
         """The backward graph: saved, output gradients → input gradients, parameter gradients.
 
-        None for a stage that runs under autograd, or from which no gradient is needed.
+        None for a stage from which no gradient is needed.
         """
         return None if self.kernel is None else self.kernel.backward_graph
 

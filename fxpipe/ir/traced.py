@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import TreeSpec
 
+from fxpipe.ir.called import calls_in
 from fxpipe.ir.plan import Argument, Stage, Write, compared
 
 SEED = "fxpipe_seed"
@@ -21,13 +22,9 @@ NUMBERS = "fxpipe_numbers"
 in no other one."""
 
 DRAWS = "fxpipe.draws"
-"""Metadata key of a node that calls a module: None if that draws no random numbers, else what seeds
-its draws: a function of an input of the node, the micro-batch's seed and the node's number, which
-returns the input and runs right before the node."""
-
-SEEDS = "fxpipe.seeds"
-"""Metadata key of a node that such a function makes."""
-
+"""Metadata key of a node that calls a part of the model as it is: None if that draws no random
+numbers, else the function to be called instead, with the micro-batch's seed and the node's number
+after its arguments."""
 
 AUTOCAST = "fxpipe.autocast"
 """Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""
@@ -116,7 +113,6 @@ class Traced:
         writes: the buffers that it writes.
         outputs: the flat outputs.
         out_spec: how the outputs nest.
-        under_autograd: whether it calls modules of the model, so that autograd runs its backwards.
         accepts: the shapes of the flat inputs → whether the graph holds for them; the shape of what
             is no tensor is None.
         loss: the name of the loss value, if a loss is part of the graph.
@@ -134,7 +130,6 @@ class Traced:
     writes: tuple[Write, ...]
     outputs: tuple[Value | Literal, ...]
     out_spec: TreeSpec = field(compare=False)
-    under_autograd: bool = False
     accepts: Callable[[Sequence[tuple[int, ...] | None]], bool] = field(
         default=lambda shapes: True, compare=False
     )
@@ -161,6 +156,11 @@ class Traced:
         return any(node.op == "placeholder" and node.name == SEED for node in self.graph.nodes)
 
     @property
+    def calls(self) -> bool:
+        """Whether it calls parts of the model as they are."""
+        return bool(calls_in(self.graph.nodes))
+
+    @property
     def saved(self) -> frozenset[str]:
         """The values, and inputs, that its backward reads."""
         if self.backward is None:
@@ -170,14 +170,9 @@ class Traced:
 
     @property
     def kind(self) -> dict[str, bool]:
-        """How its gradients are found: by autograd in each step, by a backward that was captured
-        with it, or by graphs that are made of each stage."""
-        captured = self.backward is not None
-        return {
-            "under_autograd": self.under_autograd,
-            "captured": captured,
-            "differentiated": not (captured or self.under_autograd),
-        }
+        """How its gradients are found: by a backward that was captured with it, or else by graphs
+        that are made of each stage."""
+        return {"captured": self.backward is not None}
 
     def state_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Name → the model's parameter or buffer of that name, or the lifted constant."""

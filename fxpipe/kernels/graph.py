@@ -149,7 +149,7 @@ class GraphKernel:
         sums = totals or [None] * len(self.parameter_gradients)
         return [total for total, has in zip(sums, self.parameter_gradients, strict=True) if has]
 
-    def _totals(self, new: Sequence[Tensor], totals: Totals) -> list[Tensor | None]:
+    def _totals(self, new: Sequence[Tensor | None], totals: Totals) -> list[Tensor | None]:
         """For each parameter its new sum, or the earlier one if it has no gradient here."""
         sums = totals or [None] * len(self.parameter_gradients)
         rest = iter(new)
@@ -195,9 +195,13 @@ def layout(value: Tensor, strides: tuple[int, ...]) -> tuple[int, ...]:
     return strides
 
 
-def onto(total: Tensor | None, gradient: Tensor, strides: tuple[int, ...] | None = None) -> Tensor:
+def onto(
+    total: Tensor | None, gradient: Tensor | None, strides: tuple[int, ...] | None = None
+) -> Tensor | None:
     """Add a gradient to a sum in place. The first gradient becomes the sum, or a copy of it with
-    ``strides`` if its own are different."""
+    ``strides`` if its own are different. Without a gradient, the sum stays."""
+    if gradient is None:
+        return total
     if total is not None:
         return total.add_(gradient)
     if strides is None or gradient.stride() == strides:

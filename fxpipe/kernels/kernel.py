@@ -1,7 +1,6 @@
-"""Kernel: the interface for running a stage, by explicit graphs or by autograd.
+"""Kernel: the interface for running a stage.
 
-``GraphKernel`` implements it, or what an extension has for stages under autograd; subclasses of
-``Wrapping`` wrap either.
+``GraphKernel`` implements it by explicit graphs; subclasses of ``Wrapping`` wrap another.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Kernel(Protocol):
 
     Attributes:
         forward_graph: the graph of forward.
-        backward_graph: the graph of backward; None if autograd runs it, or there is none.
+        backward_graph: the graph of backward; None if there is none.
         input_grad_graph: the half of backward that other stages wait for; None also if backward is
             not split.
         weight_grad_graph: the half that no other stage waits for; None also if no parameter has a

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor, fx
 
+from fxpipe.ir.called import calls_in
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.schedule import Schedule
 from fxpipe.kernels.graph import is_compiled
@@ -111,11 +112,11 @@ def _work(stage: Stage, larger: float, *, trains: bool) -> tuple[float, int]:
 
 
 def _operations(graph: fx.GraphModule) -> Iterator[int]:
-    """Node → its operations; of a module that is called, as many as it has innermost modules."""
+    """Node → its operations; of a part of the model that is called, as many as its modules."""
+    functions = calls_in(graph.graph.nodes)
     for node in graph.graph.nodes:
-        if node.op == "call_module":
-            inside = graph.get_submodule(str(node.target)).modules()
-            yield sum(not [*module.children()] for module in inside)
+        if node in functions:
+            yield len(functions[node].parts)
         elif _computes(node):
             yield 1
 

@@ -194,7 +194,7 @@ class Machine:
     def turn(self, stage: int) -> AbstractContextManager[object]:
         """A lock for modules that several devices call, each with its weights in them."""
         copied = self.program.copies and self.program.copies_of(stage)
-        return _TURN if copied and self.stages[stage].under_autograd else _NOBODY_ELSE
+        return _TURN if copied and self.stages[stage].calls else _NOBODY_ELSE
 
     def room(self, spec: ValueSpec) -> Tensor:
         """Allocate the device's memory for a value."""

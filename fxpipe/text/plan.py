@@ -16,7 +16,7 @@ A plan lists its edges, then its stages::
         p_conv_weight = placeholder()
         …
         return (relu, getitem_3)
-    stage 1 autograd
+    stage 1
       …
 
 A traced graph lists the inputs and outputs of the whole model::
@@ -32,11 +32,9 @@ A traced graph lists the inputs and outputs of the whole model::
       graph
         …
 
-After ``autograd``, a line without ``=`` such as ``parameter conv.weight`` or ``write
-bn.running_mean`` names what a module that is called reads or writes itself. Names of the model are
-quoted if they contain anything but letters, digits, ``_`` and ``.``. The text leaves out a plan's
-shapes, costs and kernels. Of a traced graph it leaves out how the outputs nest, the values of
-constants, and the sizes for which the graph holds.
+Names of the model are quoted if they contain anything but letters, digits, ``_`` and ``.``. The
+text leaves out a plan's shapes, costs and kernels. Of a traced graph it leaves out how the outputs
+nest, the values of constants, and the sizes for which the graph holds.
 
 A graph has a line of Python for each node, its inputs first::
 
@@ -79,7 +77,7 @@ def print_plan(plan: Plan) -> str:
     edges = (*plan.edges, *plan.gradients)
     lines = [f"plan stages={len(plan.stages)}", *(f"edge {edge}" for edge in edges)]
     for stage in plan.stages:
-        lines.append(f"stage {stage.index}" + (" autograd" if stage.under_autograd else ""))
+        lines.append(f"stage {stage.index}")
         lines += [line for edge in plan.edges if (line := _skip(edge, stage.index))]
         lines.extend(_body(stage))
     return "\n".join(lines) + "\n"
@@ -96,7 +94,7 @@ def _skip(edge: Edge, stage: int) -> str:
 
 def print_traced(traced: Traced) -> str:
     """Print a traced graph as text."""
-    lines = ["traced" + (" autograd" if traced.under_autograd else "")]
+    lines = ["traced"]
     lines += [f"  input {name}" for name in traced.inputs]
     for out in traced.outputs:
         what = out.name if isinstance(out, Value) else f"literal {print_value(out.value)}"
@@ -114,13 +112,9 @@ def _body(holder: Stage | Traced) -> Iterator[str]:
     """Print what a graph reads and writes, and the graph, as indented lines."""
     for word, arguments in (("parameter", holder.parameters), ("buffer", holder.buffers)):
         for argument in arguments:
-            target = _print_target(argument.target)
-            in_module = holder.under_autograd and argument.name == argument.target
-            yield f"  {word} {target}" if in_module else f"  {word} {argument.name} = {target}"
+            yield f"  {word} {argument.name} = {_print_target(argument.target)}"
     for write in holder.writes:
-        target = _print_target(write.target)
-        in_module = holder.under_autograd and write.value == write.target
-        yield f"  write {target}" + ("" if in_module else f" = {write.value}")
+        yield f"  write {_print_target(write.target)} = {write.value}"
     yield "  graph"
     for line in holder.text.split("\n"):
         yield f"    {line}"

@@ -164,13 +164,13 @@ def of_failure(error: BaseException) -> str:
 
     This is the line that made the failing node, or a line inside the module that it calls.
     """
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    for at, (frame, line) in enumerate(frames):
         module = frame.f_locals.get("self")
         if isinstance(module, fx.GraphModule) and frame.f_code.co_filename.startswith("<"):
             name = linecache.getline(frame.f_code.co_filename, line).split("=")[0].strip()
             node = next((node for node in module.graph.nodes if node.name == name), None)
-            if node is not None and node.op != "call_module":
-                return of_node(node)
             if node is not None:
-                return of_exception(error) or of_node(node)
+                inside = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in frames[at + 1 :]]
+                return _innermost(inside) or of_node(node)
     return of_exception(error)

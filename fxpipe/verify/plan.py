@@ -189,9 +189,7 @@ class _StageGraph:
             yield self._fault(f"its graph is malformed: {what}", "repair the pass that made it")
 
     def _functional(self) -> Iterator[Fault]:
-        """Check that nothing is written in place and no module called, unless under autograd."""
-        if self.stage.under_autograd:
-            return
+        """Check that nothing is written in place and no module called."""
         for node in self.graph.nodes:
             if _writes_in_place(node):
                 called = node.target if node.op == "call_method" else print_function(node.target)
@@ -203,20 +201,13 @@ class _StageGraph:
             elif node.op == "call_module":
                 yield self._fault(
                     f"calls the module {node.target}",
-                    "set the stage's 'under_autograd'",
+                    "call it by a function, see fxpipe/ir/called.py",
                     node.name,
                 )
 
-    def _own(self, held: Iterable[Argument | Write]) -> Iterator[str]:
-        """The nodes of parameters, buffers or writes, except those that called modules access."""
-        for item in held:
-            name = item.name if isinstance(item, Argument) else item.value
-            if not (self.stage.under_autograd and name == item.target):
-                yield name
-
     def _placeholders(self) -> Iterator[Fault]:
         """Check that the graph has one placeholder for each thing that it reads, and no other."""
-        held = [*self._own((*self.stage.parameters, *self.stage.buffers))]
+        held = [a.name for a in (*self.stage.parameters, *self.stage.buffers)]
         wanted = held + [edge.value for edge in self.into]
         found = [node.name for node in self.graph.nodes if node.op == "placeholder"]
         has, needs = Counter(found), Counter(wanted)
@@ -244,7 +235,9 @@ class _StageGraph:
             yield self._fault("its graph returns no tuple of values", cure)
             return
         found = ", ".join(item.name for item in value if isinstance(item, fx.Node))
-        wanted = ", ".join((*outputs_of(self.out_of), *self._own(self.stage.writes)))
+        wanted = ", ".join(
+            (*outputs_of(self.out_of), *(write.value for write in self.stage.writes))
+        )
         if found != wanted:
             yield self._fault(
                 f"its graph returns ({found}), but its edges and writes are ({wanted})", cure

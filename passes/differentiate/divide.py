@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpipe.errors import TraceError
+from fxpipe.ir.called import Called
 from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.traced import Traced, WholeBackward
 from fxpipe.ir.value import HOST, Edge, outputs_of
@@ -249,9 +250,15 @@ class _Division:
         trained = {a.name: self.results[a.name] for a in stage.parameters if a.name in self.results}
         computed = [*results, *trained.values()]
         writes = [by_name[node.name] for node in end[len(end) - len(stage.writes) :]]
+        added = {late[n] for n in trained.values()} - {late[n] for n in results}
         graph.output((*(by_name[n] for n in away), *writes, *(late[n] for n in computed)))
         for node in graph.nodes:
             node.target = FITTED.get(node.target, node.target)
+            if isinstance(node.target, Called) and not self.results:
+                node.target = node.target.without_backward()
+            elif isinstance(node.target, Called):
+                parts = [user for user in node.users if user in added and len(user.users) == 1]
+                node.target = node.target.adding([int(str(part.args[1])) for part in parts])
         names = [n.name for n in stage.graph.graph.nodes if n.op == "placeholder"]
         for argument in stage.parameters:
             example = late[trained[argument.name]].meta["val"] if argument.name in trained else None

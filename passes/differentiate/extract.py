@@ -34,6 +34,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from fxpipe.ir.called import Called
 from fxpipe.kernels.graph import onto
 from fxpipe.passes.graph.aliasing import IN_PLACE, fits_both_formats, may_alias, same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -269,6 +270,8 @@ def shares_memory(node: fx.Node) -> bool:
     if is_part(node):
         return shares_memory(node.all_input_nodes[0])
     target = getattr(node.target, "__wrapped__", node.target)
+    if isinstance(target, Called):
+        return not target.fresh
     return not isinstance(target, OpOverload) or may_alias(target)
 
 

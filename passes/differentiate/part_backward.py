@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def part_backward(plan: Plan) -> Plan:
-    """Split every stage's backward into halves; those under autograd have halves anyway."""
+    """Split every stage's backward into halves."""
     return replace(
         plan, stages=tuple(replace(stage, kernel=_parted(stage)) for stage in plan.stages)
     )

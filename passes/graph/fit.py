@@ -40,7 +40,7 @@ def relay(
     Args:
         traced: the graph.
         assignment: the stages of its nodes.
-        trained: the placeholders that get a gradient; under autograd any value may get one.
+        trained: the placeholders that get a gradient.
         outputs: the values whose gradients the caller gives.
     """
     copies: dict[fx.Node, fx.Node] = {}

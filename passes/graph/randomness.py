@@ -4,11 +4,10 @@ before:  native_dropout = aten.native_dropout.default(relu, 0.1, True)
 after:   native_dropout = fxpipe.random.native_dropout(relu, 0.1, True, fxpipe_seed, 0)
          with ``fxpipe_seed`` a new input; this is the graph's random operation number 0
 
-A module that is called keeps its own operations. Its draws are seeded from the same two numbers.
+What is called as it is takes the same two numbers, and seeds its draws itself.
 
-before:  drop = self.drop(relu)
-after:   draw_from = fxpipe.extensions.leaf_modules.draws.draw_from(relu, fxpipe_seed, 0)
-         drop = self.drop(draw_from)
+before:  drop = called.drop([relu], [])
+after:   drop = called.drop([relu], [], fxpipe_seed, 0)
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch import fx
 
 from fxpipe import random
 from fxpipe.errors import TraceError, way_out
-from fxpipe.ir.traced import DRAWS, SEED, SEEDS, Traced
+from fxpipe.ir.traced import DRAWS, SEED, Traced
 from fxpipe.passes.graph.lazy_module import copied
 from fxpipe.torchtools import source
 
@@ -44,17 +43,7 @@ def seed_randomness(traced: Traced) -> Traced:
     seed.meta["val"] = torch.zeros((), dtype=torch.int64)
     number = 0
     for node in nodes:
-        if (seeds := node.meta.get(DRAWS)) is not None:
-            operand = node.all_input_nodes[0]
-            with graph.inserting_before(node):
-                seeding = graph.call_function(seeds, (operand, seed, number))
-            seeding.meta.update(operand.meta)
-            seeding.meta[SEEDS] = True
-            for key in ("nn_module_stack", "stack_trace"):  # those of the module that draws
-                seeding.meta[key] = node.meta.get(key)
-            node.replace_input_with(operand, seeding)
-            number += 1
-        elif (seeded := _seeded_form(node)) is not None:
+        if (seeded := _seeded_form(node)) is not None:
             node.target, args, kwargs = seeded
             node.args = (*args, seed, number)
             node.kwargs = {k: v for k, v in kwargs.items() if k not in random.UNSEEDED}
@@ -69,6 +58,8 @@ def _seeded_form(
     if node.op != "call_function":
         return None
     target: Any = node.target
+    if (seeds := node.meta.get(DRAWS)) is not None:
+        return seeds, node.args, node.kwargs
     if target is aten.scaled_dot_product_attention.default:
         arguments = random.arguments_of(target, node.args, node.kwargs)
         dropout = arguments["dropout_p"]

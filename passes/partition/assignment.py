@@ -12,16 +12,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import PartitionError
-from fxpipe.ir.traced import SEEDS, Traced
+from fxpipe.ir.called import calls_in
+from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.work import StageLoad
-from fxpipe.passes.tracing.tracer import tensors_read
 from fxpipe.torchtools.source import module_paths, module_stack
 
 
@@ -70,8 +69,6 @@ def first_readers(traced: Traced, assignment: Assignment) -> dict[str, int]:
 
 def readers(traced: Traced) -> dict[str, list[fx.Node]]:
     """Parameter or buffer (its name in the model) → the nodes that read it."""
-    if traced.under_autograd:
-        return tensors_read(traced.module)
     targets = {a.name: a.target for a in (*traced.parameters, *traced.buffers)}
     return {
         targets[node.name]: list(node.users) for node in traced.graph.nodes if node.name in targets
@@ -83,12 +80,13 @@ def differentiable(traced: Traced, trained: Collection[str]) -> dict[fx.Node, No
 
     Args:
         traced: the graph.
-        trained: the placeholders that get a gradient. Under autograd any value may get one.
+        trained: the placeholders that get a gradient.
     """
     nodes: dict[fx.Node, None] = {}
     for node in traced.graph.nodes:
-        begins = node.name in trained or (traced.under_autograd and node.op != "placeholder")
-        if node.op != "output" and (begins or any(n in nodes for n in node.all_input_nodes)):
+        if node.op != "output" and (
+            node.name in trained or any(n in nodes for n in node.all_input_nodes)
+        ):
             value = node.meta.get("val")
             if value is None or any(map(_is_float, pytree.tree_leaves(value))):
                 nodes[node] = None
@@ -167,10 +165,8 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
 
     - All nodes that read or write a buffer that is written: the next micro-batch reads what this
       one wrote.
-    - All calls of modules that share a parameter or buffer.
+    - All calls of parts of the model that share a submodule.
     - An operation with several results, and the nodes that pick one of them.
-    - What seeds the draws of a module, and the call of that module.
-    - A copy, and the module that may change it in place, which autograd forbids on stage inputs.
     - A constant, which depends on no input, and its first use. A constant without uses, such as a
       counter of calls, shares a stage with its module's first node.
     """
@@ -178,15 +174,14 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
     by_name = {node.name: node for node in nodes}
     written = {write.target: write.value for write in traced.writes}
     for target, users in readers(traced).items():
-        group = [user for user in users if user in place]
-        what = f"the calls that share {target!r}"
         if target in written:
-            what = f"what uses the written buffer {target!r}"
+            group = [user for user in users if user in place]
             group += [by_name[name] for name in (written[target],) if name in by_name]
-        elif not any(user.op == "call_module" for user in users):
-            continue
-        if len(group) > 1:
-            yield Bond(group, what)
+            if len(group) > 1:
+                yield Bond(group, f"what uses the written buffer {target!r}")
+    for (one, function), (two, other) in itertools.combinations(calls_in(nodes).items(), 2):
+        if function.parts & other.parts:
+            yield Bond([one, two], f"the calls of {function.name!r}")
     constant = _constant(traced)
     calls: dict[tuple[str, ...], fx.Node] = {}
     for node in nodes:
@@ -194,15 +189,7 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
             calls.setdefault(tuple(paths), node)
     for node in nodes:
         users = [user for user in node.users if user in place]
-        copied = node.op == "call_method" and node.target == "clone"
-        parts = [
-            user
-            for user in users
-            if is_part(user)
-            or SEEDS in node.meta
-            or _makes_object(node)
-            or (copied and user.op == "call_module")
-        ]
+        parts = [user for user in users if is_part(user)]
         if parts:
             yield Bond([node, *parts], f"{node.name} and what reads it")
         elif node in constant and users:
@@ -210,12 +197,6 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
             yield Bond([node, first], "constants and their first uses")
         elif node in constant and (call := calls.get(tuple(module_paths(node)))):
             yield Bond([node, call], "constants and their modules")
-
-
-def _makes_object(node: fx.Node) -> bool:
-    """Whether a node makes the dict or dataclass that a module is given."""
-    kind = node.target
-    return isinstance(kind, type) and (issubclass(kind, dict) or is_dataclass(kind))
 
 
 def is_part(node: fx.Node) -> bool:
@@ -234,11 +215,7 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
 
     A node gets the stage of the same call in the same submodule of the reference. Parameters stay
     on their stage. A node without a counterpart gets the stage of its inputs, or that of an earlier
-    reader of these, so that gradients are still added in the model's order; calls of modules,
-    which stay with their parameters, may change that order.
-
-    Raises:
-        PartitionError: a submodule is called as it is here only, and has weights on two stages.
+    reader of these, so that gradients are still added in the model's order.
     """
     parameter_stage = first_readers(reference, assignment)
     floors: defaultdict[str, list[int]] = defaultdict(list)  # the stages of the parameters it reads
@@ -257,15 +234,6 @@ def place_like(traced: Traced, reference: Traced, assignment: Assignment) -> Ass
         fallback = earliest if node.name in floors else by_module.get(key[0], earliest)
         placed[node.name] = max(by_call.get(key, fallback), earliest)
     _settle(traced, placed)
-    for node in compute_nodes(traced.graph):
-        stages = {placed[node.name], *floors.get(node.name, [])}
-        if node.op == "call_module" and len(stages) > 1:
-            raise PartitionError(
-                f"submodule {node.target!r} is called as it is, in one stage, but an earlier call "
-                "could trace it and cut the model inside of it; run a step first, as with "
-                f"compile(..., example=...), or give compile(..., "
-                f"extensions=[fxpipe.LeafModules({node.target!r})])"
-            )
     return Assignment(assignment.stages, placed)
 
 
@@ -288,9 +256,8 @@ def _settle(traced: Traced, placed: dict[str, int]) -> None:
     before: defaultdict[str, list[str]] = defaultdict(list)
     for node in nodes:
         before[node.name] += (source.name for source in node.all_input_nodes)
-    if not traced.under_autograd:
-        for first, second in turns(traced, nodes):
-            before[second.name].append(first.name)
+    for first, second in turns(traced, nodes):
+        before[second.name].append(first.name)
     moved = True
     while moved:
         moved = False

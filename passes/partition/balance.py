@@ -22,6 +22,7 @@ from torch import fx, nn
 from fxpipe.errors import PartitionError, near
 from fxpipe.extend import option
 from fxpipe.formatting import bytes_text
+from fxpipe.ir.called import calls_in
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import (
     Assignment,
@@ -162,17 +163,17 @@ def cut_at(
 
 def _nothing_of(name: str, nodes: Sequence[fx.Node]) -> str:
     """The message that a submodule has no nodes, with the reason and what to do."""
-    called = [str(node.target) for node in nodes if node.op == "call_module"]
-    for each in called:
+    inside = [function.name for function in calls_in(nodes).values()]
+    for each in inside:
         if name.startswith(f"{each}."):
             return (
                 f"submodule {name!r} is inside of {each!r}, which is called as it is, so that no "
                 f"cut falls into it; cut at {each!r}"
             )
-    if called:
+    if inside:
         return (
             f"submodule {name!r} computes nothing outside of what is called as it is, in one stage "
-            f"({', '.join(map(repr, called))}); cut at a submodule that is called before, or move "
+            f"({', '.join(map(repr, inside))}); cut at a submodule that is called before, or move "
             "the line that cannot be traced into a submodule"
         )
     return f"submodule {name!r} computes nothing; cut at another one"

@@ -103,9 +103,7 @@ class _Cutter:
         parameters = [a for a in self.traced.parameters if self.home[a.name] == index]
         buffers = [a for a in self.traced.buffers if index in self._reading_stages(a.target)]
         arriving = [edge.value for edge in into]
-        # under autograd a graph reads parameters with get_attr nodes instead, as ordinary values
-        placeholders = {name for name, node in by_name.items() if node.op == "placeholder"}
-        held = [a.name for a in (*parameters, *buffers) if a.name in placeholders]
+        held = [a.name for a in (*parameters, *buffers)]
         read = [(name, graph.placeholder(name)) for name in (*held, *arriving)]
         for name, copy in read:
             copy.name = name  # fx renames a placeholder that is called like a builtin
@@ -124,13 +122,12 @@ class _Cutter:
             buffers=tuple(buffers),
             writes=writes,
             graph=lazy_module(self.traced.module, graph, f"Stage{index}"),
-            under_autograd=self.traced.under_autograd,
             modules=whole_modules(self.traced.graph, self.stage_of, index),
             costs=self.costs.get(index),
         )
 
     def _writer(self, write: Write) -> int:
-        """The stage that writes a buffer; for a module that is called the one that reads it."""
+        """The stage that writes a buffer; the one that reads it if the new value is an input."""
         return self.stage_of.get(write.value, self._first_reader(write.target))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from fxpipe.ir.called import Called
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
@@ -219,6 +221,20 @@ class _Times:
         return bool(total) and rare <= _RARE * sum(total.values())
 
 
+class _Again:
+    """Stands for what a call of a part of the model keeps for its backward, and makes it again: it
+    serves one backward only, and would keep memory until then."""
+
+    def __init__(self, function: Any, args: Any, at: int) -> None:
+        self._function, self._args, self._at = function, args, at
+
+    def __call__(self) -> Any:
+        return self._function(*pytree.tree_map_only(Tensor, Tensor.clone, self._args))[self._at]
+
+    def __repr__(self) -> str:
+        return f"{id(self._function)} again"  # which no other call's is
+
+
 class _Timer(fx.Interpreter):
     """Runs a graph and times its operations, except in the first run, which warms up."""
 
@@ -264,10 +280,21 @@ class _Timer(fx.Interpreter):
         timed = not warms_up and self._times.lacks(operation, more=1)
         if not timed and first in self._stand_ins and not (warms_up and first is n):
             return self._kept(n, self._stand_ins[first])
+        given, calls = args, isinstance(n.target, Called)
+        if calls:
+            args = pytree.tree_map_only(_Again, _Again.__call__, args)
+            if self._scratch is not None:  # autograd notices that scratch memory is written
+                args = pytree.tree_map_only(Tensor, Tensor.clone, args)
         start = self._watch.mark()
-        value = n.target(*args, **kwargs)  # type: ignore[operator]
+        with n.target.refusing() if isinstance(n.target, Called) else nullcontext():
+            value = n.target(*args, **kwargs)  # type: ignore[operator]
         if timed:
             self._spans.append((operation, (start, self._watch.mark())))
+        if calls:
+            value = [
+                x if x is None or isinstance(x, Tensor) else _Again(n.target, given, at)
+                for at, x in enumerate(value)
+            ]
         return self._kept(n, value)
 
     def _kept(self, n: fx.Node, value: Any) -> Any:

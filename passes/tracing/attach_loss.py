@@ -6,6 +6,7 @@ after:   (x, target) → conv, mse, with the loss value mse
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -64,6 +65,14 @@ class LossModule(nn.Module):
                 f"micro-batch {_listed(self.logged)}; let it return the same in every call"
             )
         return (loss, *(logged[name] for name in self.logged)) if logged else loss
+
+
+def in_loss(error: BaseException | None) -> bool:
+    """Whether an exception was raised while a loss ran."""
+    frames = (
+        frame for frame, _ in traceback.walk_tb(None if error is None else error.__traceback__)
+    )
+    return any(frame.f_code is LossModule.forward.__code__ for frame in frames)
 
 
 def attach_loss(

@@ -12,13 +12,15 @@ gradients of gradients, checkpoints. The graph is cut afterwards.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import FunctionCtx
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
@@ -26,7 +28,9 @@ from fxpipe.errors import FxpipeError
 from fxpipe.ir.traced import NUMBERS, Traced
 from fxpipe.passes.tracing.attach_loss import LossModule, own_loss
 from fxpipe.passes.tracing.capturing import capturing
+from fxpipe.passes.tracing.explain import BackwardError
 from fxpipe.passes.tracing.halves import Halves
+from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools.pytrees import taken_apart, together
 
 
@@ -40,6 +44,7 @@ def capture(
     names: Sequence[str],
     wants: Sequence[bool],
     step: bool,
+    calls: UntracedCalls | None = None,
 ) -> Traced:
     """The graph of a model and its loss on one micro-batch, with its backward.
 
@@ -54,6 +59,7 @@ def capture(
         wants: for each of these whether a call returns a gradient for it.
         step: whether the backward starts from the loss. Else it starts from all outputs, and
             inputs get gradients if they require them.
+        calls: the calls of submodules, each of which is one operation of the graph.
 
     Raises:
         TraceError: it cannot be captured.
@@ -63,7 +69,8 @@ def capture(
     errors: list[Exception] = []
     for as_export in (False, True):
         try:
-            with _attributes_kept(model):
+            opaque = nullcontext() if calls is None else calls.opaque(model)
+            with _attributes_kept(model), opaque:
                 return _captured(whole, names, as_export)
         except FxpipeError:
             raise
@@ -100,10 +107,21 @@ def _captured(whole: Whole, names: Sequence[str], as_export: bool) -> Traced:
                     x if isinstance(x, FakeTensor) else mode.from_tensor(x, static_shapes=True)
                     for x in whole.tensors
                 ]
-                joint = aot_export_joint_with_descriptors(stack, whole, tuple(fakes))
+                try:
+                    joint = aot_export_joint_with_descriptors(stack, whole, tuple(fakes))
+                except Exception as error:
+                    if around := whole.differentiated(error):
+                        raise BackwardError(error, around) from error
+                    raise
         except AssertionError as error:
             raise RuntimeError(str(error) or "an assertion of PyTorch's") from error
     return Halves(joint.graph_module, whole, names).traced()
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to the next operation of this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 class Whole(nn.Module):
@@ -146,6 +164,7 @@ class Whole(nn.Module):
         for name, buffer in [] if loss is None else loss.named_buffers():
             self._hold(f"b_loss_{name}", f"loss:{name}", buffer)
         self.outputs: list[Any] = []
+        self._calls: list[tuple[str, int, int]] = []
         self.spec = pytree.tree_structure(())
 
     def _hold(self, own: str, name: str, tensor: Tensor) -> None:
@@ -195,6 +214,15 @@ class Whole(nn.Module):
             outputs = [x.detach() for x in outputs]
         return (*outputs, *found)
 
+    def differentiated(self, error: BaseException) -> list[str]:
+        """The submodules in the backward of whose own functions an exception was raised, outermost
+        first."""
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        own = [x for frame in frames for x in frame.f_locals.values() if isinstance(x, FunctionCtx)]
+        numbers = [int(x._sequence_nr()) for x in own if hasattr(x, "_sequence_nr")]
+        calls = {name for name, first, end in self._calls for n in numbers if first <= n < end}
+        return sorted(calls, key=len)
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Inside, what the submodules of the model run is noted as theirs."""
@@ -202,8 +230,11 @@ class Whole(nn.Module):
         stack: dict[str, tuple[str, type]] = {}
         hooks = []
 
+        begun: dict[str, int] = {}
+
         def entering(name: str) -> Callable[..., None]:
             def enter(module: nn.Module, *_: Any) -> None:
+                begun[name] = _sequence_number()
                 stack[name] = name, type(module)
                 fx_traceback.current_meta["nn_module_stack"] = dict(stack)
 
@@ -211,6 +242,8 @@ class Whole(nn.Module):
 
         def leaving(name: str) -> Callable[..., None]:
             def leave(*_: Any) -> None:
+                end = _sequence_number()
+                self._calls.append((name, begun.get(name, end), end))
                 stack.pop(name, None)
                 fx_traceback.current_meta["nn_module_stack"] = dict(stack)
 

@@ -43,20 +43,41 @@ _SHAPED_BY_VALUES = frozenset(
     )
 )
 CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
-_ON_VALUES = ("DataDependent", "data-dependent", "cannot be used as inputs to control flow")
+_ON_VALUES = (
+    "DataDependent",
+    "data-dependent",
+    "DynamicOutputShape",
+    "cannot be used as inputs to control flow",
+)
 _OUTSIDE = (".numpy()", "np.ndarray")
+
+
+class BackwardError(Exception):
+    """A capture has failed in the backward of some submodules.
+
+    Attributes:
+        error: with this error.
+        submodules: their names, outermost first.
+    """
+
+    def __init__(self, error: Exception, submodules: Sequence[str]) -> None:
+        super().__init__(told(error))
+        self.error, self.submodules = error, submodules
 
 
 def untraceable(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError that explains the exception of a tracer."""
     if isinstance(error, TraceError):
         return error
+    around: Sequence[str] = ()
+    if isinstance(error, BackwardError):
+        around, error = error.submodules, error.error
     where = source.of_exception(error)
     if not where and (node := _treated(error)) is not None:
         where = source.of_node(node)
     whole = told(error)
     summary = whole.splitlines()[0]
-    if any(word in whole for word in _ON_VALUES):
+    if on_values(error):
         construct, cure = _construct(where)
         reason = f"{construct}: what it computes depends on the values of a tensor"
     elif any(word in whole for word in _OUTSIDE):
@@ -67,7 +88,12 @@ def untraceable(model: nn.Module, error: Exception) -> TraceError:
         cure = "make that line independent of the size, or give inputs of one size"
     else:
         reason, cure = summary[:300], "rewrite that line"
-    return _error(model, where, reason, cure, called(model, error))
+    return _error(model, where, reason, cure, around or called(model, error))
+
+
+def on_values(error: Exception) -> bool:
+    """Whether a tracer has failed as what the model computes depends on the values of a tensor."""
+    return any(word in told(error) for word in _ON_VALUES)
 
 
 def refuse_values(model: nn.Module, traced: Traced) -> None:

@@ -79,6 +79,8 @@ class Halves:
                 self.late[node] = self.back.placeholder(f"gradient_{index}")
                 self.late[node].meta.update(node.meta)
                 self.tangents[index] = self.late[node].name
+            case d.TangentAOTInput(output=d.InputMutationAOTOutput(mutated_input=written)):
+                raise self._writes(written)
             case _:
                 raise TraceError(f"the model needs {desc}, which a graph cannot have")
 
@@ -180,8 +182,8 @@ class Halves:
                     value = self._own(self.copies[node])
                     writes.append(Write(self.whole.state[own], value.name))
                     plain[-len(writes)] = value
-                case d.InputMutationAOTOutput():
-                    raise TraceError(f"the model writes into {desc.mutated_input}")
+                case d.InputMutationAOTOutput(mutated_input=written):
+                    raise self._writes(written)
                 case d.PlainAOTOutput(idx=index):
                     plain[index] = self.copies[node]
                 case d.GradAOTOutput(grad_of=of):
@@ -265,6 +267,20 @@ class Halves:
                 {names[index]: name for index, name in self.tangents.items()},
                 {name: node.name for name, node in gradients.items()},
             ),
+        )
+
+    def _writes(self, written: Any) -> TraceError:
+        """That the model writes into a parameter, with the submodule that has it, or an input."""
+        name = self.whole.state.get(getattr(written, "target", ""))
+        if name is None:
+            return TraceError("the model writes into its input; let it work on a copy")
+        path = name.split(".")[:-1]
+        return TraceError(
+            f"the model writes into its parameter {name!r} while it runs, as an embedding with "
+            "max_norm does, and weights change in updates alone; make it a buffer, or work on a "
+            "copy of it",
+            f"{'.'.join(path) or 'its forward'} (it writes into its parameter {name!r})",
+            [".".join(path[:end]) for end in range(1, len(path) + 1)],
         )
 
     def _cast_once(self, name: str, gradient: fx.Node) -> fx.Node:

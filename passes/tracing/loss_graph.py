@@ -21,7 +21,12 @@ from fxpipe.torchtools import source
 
 
 def note_loss(
-    traced: Traced, loss_module: LossModule, output: Sequence[Any], real_targets: Any, count: int
+    traced: Traced,
+    loss_module: LossModule,
+    output: Sequence[Any],
+    real_targets: Any,
+    count: int,
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Traced:
     """Give the loss node of a graph its LOSS_GRAPH, if the loss can be traced so.
 
@@ -30,13 +35,14 @@ def note_loss(
         output: the flat output of the model on the micro-batch.
         real_targets: the targets on it.
         count: how many numbers come after the targets among the graph's inputs.
+        inside: the loss runs inside of it.
     """
     leaves, spec = pytree.tree_flatten(real_targets)
     end = len(traced.inputs) - count
     names = traced.inputs[end - len(leaves) : end]
     loss = next(node for node in traced.graph.nodes if node.name == traced.loss)
     with suppress(Exception):  # not every loss can be traced
-        loss.meta[LOSS_GRAPH] = graph_of_loss(loss_module, output, leaves, spec, names)
+        loss.meta[LOSS_GRAPH] = graph_of_loss(loss_module, output, leaves, spec, names, inside)
     return traced
 
 

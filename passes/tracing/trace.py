@@ -11,7 +11,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError, way_out
 from fxpipe.passes.tracing.explain import untraceable
-from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import OwnBackwardError, checkpoints_opened
 from fxpipe.torchtools.pytrees import returning_parts
@@ -85,15 +84,12 @@ def export(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     free: Dims,
-    calls: UntracedCalls | None,
 ) -> tuple[ExportedProgram, Callable[[Shapes], bool]]:
     """The model's program of ATen operations, and a test of the shapes that it holds for.
 
-    Arguments and errors are those of ``trace``. Each of the ``calls`` is traced as one operation;
-    None if there are none.
+    Arguments and errors are those of ``trace``.
     """
-    with nullcontext() if calls is None else calls.opaque(model):
-        program = trace(model, args, kwargs, free)
+    program = trace(model, args, kwargs, free)
     return program, accepts(program, args, kwargs)
 
 

@@ -105,7 +105,7 @@ def _key(value: Any) -> Any:
     """Equal for values of which a trace cannot tell one from the other."""
     if isinstance(value, PLAIN):
         return type(value).__name__, value
-    if isinstance(value, Traced) and value.under_autograd:  # these are the model's own objects
+    if isinstance(value, Traced) and value.calls:  # these are the model's own objects
         raise _Unknown
     if isinstance(value, Traced):  # its other fields come from its graph
         rest = value.outputs, value.writes, value.deferred, value.loss, value.logged

@@ -28,15 +28,15 @@ def plan(text: str, root: nn.Module | None = None) -> Plan:
     edges = tuple(read_edge(Line(line, 1)) for line in lines if line.startswith("edge"))
     stages = []
     for part in re.split(r"^(?=stage )", text, flags=re.MULTILINE)[1:]:
-        _, index, *autograd = part.split("\n")[0].split()
-        stages.append(Stage(int(index), *_body(part.splitlines()[1:], root), bool(autograd)))
+        _, index = part.split("\n")[0].split()
+        stages.append(Stage(int(index), *_body(part.splitlines()[1:], root)))
     forward = tuple(edge for edge in edges if not edge.gradient)
     return Plan(tuple(stages), forward, tuple(edge for edge in edges if edge.gradient))
 
 
 def traced(text: str, root: nn.Module | None = None) -> Traced:
     """The traced graph of a text."""
-    header, *lines = text.splitlines()
+    _, *lines = text.splitlines()
     inputs: list[str | None] = []
     outputs: list[Value | Literal] = []
     norms: list[DeferredNorm] = []
@@ -71,7 +71,6 @@ def traced(text: str, root: nn.Module | None = None) -> Traced:
         writes,
         tuple(outputs),
         pytree.tree_structure([0] * len(outputs)),
-        under_autograd="autograd" in header,
         loss=loss,
         logged=logged,
         deferred=tuple(norms),

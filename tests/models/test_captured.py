@@ -165,7 +165,7 @@ def test_it_trains_as_the_loop_without_leaf_modules(
         model, devices, schedule=schedule, microbatches=4, loss=loss, **options
     ) as pipe:
         assert torch.equal(pipe.step(x, target=y), expected.loss)
-        assert not pipe.traced.under_autograd
+        assert not pipe.traced.calls
         if schedule == "zb-h1":
             assert all(stage.input_grad is not None for stage in pipe.plan.stages)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import nn
-
 from fxpipe.ir.traced import DeferredNorm, Literal, Value
 from tests.helpers import written
 
@@ -39,7 +37,7 @@ def test_a_graph_is_printed_with_all_that_it_reads_and_gives() -> None:
     assert traced.inputs == ("x", None)
     assert traced.outputs == (Value("add", (0,)), Literal([1, "two"], ()), Value("add", None))
     assert traced.loss == "sum_1" and traced.logged == {"my accuracy": "mul"}
-    assert traced.seeded and not traced.under_autograd
+    assert traced.seeded and not traced.calls
     assert traced.deferred == (DeferredNorm("moments", "bn.mean", "bn.var", None, 0.1),)
     assert traced.parameters[0].target == "my linear.weight"
     assert traced.writes[0].value == "mul"
@@ -50,15 +48,6 @@ def test_graphs_that_print_otherwise_are_not_equal() -> None:
     traced = written.traced(TEXT)
     assert traced == written.traced(TEXT) != written.traced(TEXT.replace("0.9", "0.8"))
     assert hash(traced) == hash(written.traced(TEXT))
-
-
-def test_a_graph_with_leaf_modules_says_so() -> None:
-    root = nn.Module()
-    root.act = nn.ReLU()
-    text = TEXT.replace("traced\n", "traced autograd\n").replace("bn.mean = mul", "bn.mean = act")
-    text = text.replace("mul = torch.ops.aten.mul.Tensor(b_mean, 0.9)", "act = self.act(b_mean)")
-    text = text.replace("(mul, add", "(act, add")
-    assert str(written.traced(text, root)) == text
 
 
 def test_an_output_of_any_type_has_a_text_without_its_address() -> None:

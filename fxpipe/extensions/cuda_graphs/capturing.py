@@ -101,7 +101,9 @@ def obstacle(plan: Plan, stage: Stage) -> str | None:
     """The reason why a stage cannot be captured, as one clause; None if there is none."""
     kernel = stage.kernel
     if not isinstance(kernel, GraphKernel):
-        return "autograd drives its backward, as in every stage of a model with leaf modules"
+        return "autograd drives its backward"
+    if stage.calls:
+        return "it calls a part of the model as it is"
     for edge in plan.edges_into(stage.index):
         spec = plan.specs.get(edge.value)
         if edge.value == SEED:

@@ -53,7 +53,7 @@ def defer_batchnorm(traced: Traced, model: nn.Module) -> Traced:
     modules = {w.target: updating[w.target] for w in traced.writes if w.target in updating}
     if not modules:
         return traced
-    if traced.under_autograd:
+    if traced.calls:
         raise TraceError(
             f"{min(modules)} is written in a graph that calls modules as they are, and "
             "DeferredBatchNorm gathers statistics only where all is traced; leave out "

@@ -95,8 +95,8 @@ def _stage(stage: Stage, share: str) -> list[str]:
     if stage.buffers:
         state.append(_arguments(stage, stage.buffers, "buffer"))
     work = [plural(sum(n.op.startswith("call") for n in stage.graph.graph.nodes), "operation")]
-    if stage.under_autograd:
-        work.append("leaf modules, under autograd")
+    if stage.calls:
+        work.append("leaf modules")
     modules = lines(runs(stage.modules), _LINE, _MODULE_LINES)
     return [*rows, *modules, " · ".join(state), " · ".join(work)]
 

@@ -131,6 +131,9 @@ def _jobs(stage: Stage, threads: int) -> Iterator[GraphToCompile]:
     if not isinstance(kernel, GraphKernel):
         LOGGER.info("stage %s runs as it is: autograd drives its backward", stage.index)
         return
+    if stage.calls:
+        LOGGER.info("stage %s runs as it is: it calls a part of the model as it is", stage.index)
+        return
     parts = {
         "forward": kernel.forward_graph,
         "backward": kernel.backward_graph,
@@ -187,9 +190,7 @@ def keep_costs(
     return {name: NodeCost(*cost) for name, cost in made.items()}
 
 
-_KEEP = Pass(
-    keep_costs, "traced, plan, costs, functional, threads", "costs", when="not under_autograd"
-)
+_KEEP = Pass(keep_costs, "traced, plan, costs, functional, threads", "costs")
 _COMPILE = Pass(compile_stages, "plan, threads, own", "plan")
 
 

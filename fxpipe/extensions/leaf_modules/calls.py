@@ -1,93 +1,136 @@
-"""Let ``torch.export`` see each call of a leaf module as one operation that it cannot look into.
+"""Let a capture see each call of a leaf module as one operation that it cannot look into.
 
-before:  class Net(nn.Module): forward(x) = self.head(self.experts(x)[0])      experts is a leaf
-traced:  leaf = fxpipe.leaf([x], 0);  getitem = leaf[0];  linear = aten.linear(getitem, w, b)
-after:   experts = self.experts(x);  getitem = experts[0];  w = self.head.weight; …
+before:    class Net(nn.Module): forward(x) = self.head(self.experts(x)[0])      experts is a leaf
+captured:  leaf = fxpipe.leaf([x], [weight], 0);  getitem = leaf[0];  linear = …
+after:     leaf = called experts([x], [weight]);  getitem = leaf[0];  linear = …
 
-The model runs once for real, to record the shapes of what its leaf modules return. Then it is
-traced with a stand-in for each leaf module. In the resulting graph, leaf
-modules are called as they are, with their own hooks, control flow and autograd functions.
+The model runs once for real, to record what its leaf modules return. Then it is captured with a
+stand-in for each leaf module, which has a backward of one operation, too. In the graphs, functions
+take the place of both, which call the module with its own hooks, control flow and autograd
+functions.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
-from fxpipe.extensions.leaf_modules.graph import Example, versions
-from fxpipe.extensions.leaf_modules.nests import (
-    TensorPlace,
-    UnfitLeaf,
-    can_be_given,
-    indices,
-    refuse_objects,
-    with_places,
+from fxpipe.extensions.leaf_modules.nests import Nest, UnfitLeaf
+from fxpipe.extensions.leaf_modules.nodes import (
+    LeafBackward,
+    LeafCall,
+    LeafForward,
+    Look,
+    with_needs,
 )
-from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import AUTOCAST, Traced, Value
-from fxpipe.passes.tracing.tracer import tensors_read
-from fxpipe.torchtools.state import Autocasts, autocasts, tried
+from fxpipe.extensions.leaf_modules.trial import Trial
+from fxpipe.ir.traced import AUTOCAST, DRAWS, Traced
+from fxpipe.passes.tracing.attach_loss import LossModule
+from fxpipe.torchtools.state import tried
+
+LOSS = "fxpipe_loss"
+"""The name of the loss among leaf modules."""
 
 _LIBRARY = torch.library.Library("fxpipe", "FRAGMENT")
-_LIBRARY.define("leaf(Tensor[] inputs, int call) -> Tensor[]")
+_LIBRARY.define("leaf(Tensor[] given, Tensor[] state, int call) -> Tensor[]")
+_LIBRARY.define(
+    "leaf_backward(Tensor[] gradients, Tensor held, Tensor[] given, Tensor[] trained, int[] which, "
+    "int[] wanted, int call) -> Tensor[]"
+)
 _LEAF = torch.ops.fxpipe.leaf.default
-fx.node.has_side_effect(_LEAF)  # the model may call it only for what it does to its buffers
+_BACKWARD = torch.ops.fxpipe.leaf_backward.default
 
-_known: dict[int, Sequence[Tensor]] = {}
-"""Number of a call → what it returned, without data, while its model is being traced."""
-
-_LIBRARY.impl("leaf", lambda inputs, call: [*map(torch.empty_like, _known[call])], "Meta")
+_known: dict[int, LeafCall] = {}
+"""Number of a call → the call, while its model is being captured."""
 
 
-def _sized(x: Tensor, size: Sequence[int], leaf: str) -> Tensor:
-    """Check that a leaf module's result has the size that it had in the trace, and return it."""
-    if list(x.shape) != list(size):
-        raise TraceError(
-            f"leaf module {leaf!r} returns a tensor of size {list(x.shape)}, and returned "
-            f"{list(size)} when the model was traced, so that its size depends on values; mark a "
-            "module around it as the leaf, one that returns tensors of one size"
-        )
-    return x
+def _results(given: Sequence[Tensor], state: Sequence[Tensor], call: int) -> list[Tensor]:
+    known = _known[call]
+    written = dict(zip(known.state, state, strict=True))
+    return [
+        *(look.on_meta() for look in known.looks),
+        *(torch.empty_like(written[name]) for name in known.written),
+        torch.empty(known.held, dtype=torch.uint8, device="meta"),
+    ]
 
 
-@dataclass(frozen=True)
-class LeafCall:
-    """One call of a leaf module.
+def _gradients(
+    gradients: Sequence[Tensor],
+    held: Tensor,
+    given: Sequence[Tensor],
+    trained: Sequence[Tensor],
+    which: Sequence[int],
+    wanted: Sequence[int],
+    call: int,
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (*(given[at] for at in wanted), *trained)]
 
-    Attributes:
-        number: identifies the call in ``_known``.
-        name: the module's name in the model.
-        given: positional and keyword arguments, with a ``TensorPlace`` for each tensor.
-        results: the path, as indices, to each tensor in the result.
-        returned: the result, with a ``TensorPlace`` for each tensor.
-        casts: the autocast under which the module was called.
-    """
 
-    number: int
-    name: str
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    results: tuple[tuple[Any, ...], ...]
-    returned: Any
-    casts: Autocasts
+_LIBRARY.impl("leaf", _results, "Meta")
+_LIBRARY.impl("leaf_backward", _gradients, "Meta")
+
+
+class _StandIn(torch.autograd.Function):
+    """A call of a leaf module as one operation, whose backward is one, too."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, given: int, *tensors: Tensor) -> Any:
+        call = _known[number]
+        results = torch.ops.fxpipe.leaf(tensors[:given], tensors[given:], number)
+        trained = zip(tensors[given:], call.needs[given:], strict=True)
+        # not saved by PyTorch's ways, which refuse what is written later: no value of them is read
+        ctx.number, ctx.held, ctx.given = number, results[-1], tensors[:given]
+        ctx.trained = [x for x, needs in trained if needs]
+        flags = (*call.differentiable, *(False for _ in call.written), False)
+        pairs = zip(results, flags, strict=True)
+        ctx.mark_non_differentiable(*(x for x, flag in pairs if not flag))
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        call = _known[ctx.number]
+        which = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        reached = frozenset[int]().union(*(call.reached[at] for at in which))
+        wanted = [at for at in sorted(reached) if call.needs[at]]
+        found: Sequence[Tensor] = ()
+        if wanted or ctx.trained:
+            found = torch.ops.fxpipe.leaf_backward(
+                [gradients[at] for at in which],
+                ctx.held,
+                ctx.given,
+                ctx.trained,
+                which,
+                wanted,
+                ctx.number,
+            )
+        rest = iter(found)
+        of_given = [next(rest) if at in wanted else None for at in range(len(ctx.given))]
+        of_state = [next(rest) if needs else None for needs in call.needs[len(ctx.given) :]]
+        return None, None, *of_given, *of_state
 
 
 class LeafCalls:
-    """The calls of leaf modules in one run of a model."""
+    """The calls of leaf modules in one run of a model, and of its loss if that is one."""
 
-    def __init__(self, leaves: Mapping[str, nn.Module], unasked: Collection[str] = ()) -> None:
-        """Take the leaf modules by name; ``unasked`` are those that the user did not name, whose
-        results' sizes are checked in every step."""
-        self.leaves = leaves
+    def __init__(
+        self,
+        leaves: Mapping[str, nn.Module],
+        unasked: Collection[str] = (),
+        loss: bool = False,
+    ) -> None:
+        """Take the leaf modules by name; ``unasked`` are those that the user did not name."""
+        self.leaves = dict(leaves)
         self.unasked = unasked
+        self.loss = loss
         self.calls: list[LeafCall] = []
+        self.trials: list[Trial] = []
         self._indices: Iterator[int] = iter(())
         self._inside = False
 
@@ -99,7 +142,7 @@ class LeafCalls:
 
     @contextmanager
     def opaque(self, model: nn.Module) -> Iterator[None]:
-        """Inside, each call of a leaf module is one operation, for the model to be traced."""
+        """Inside, each call of a leaf module is one operation, for the model to be captured."""
 
         def begin(model: nn.Module, args: Any) -> None:
             self._indices = iter(range(len(self.calls)))
@@ -112,221 +155,113 @@ class LeafCalls:
             hook.remove()
 
     def forget(self) -> None:
-        """Forget the calls, and drop what they returned; to be called after tracing."""
+        """Forget the calls; to be called after the capture."""
         for call in self.calls:
             del _known[call.number]
         self.calls.clear()
+        self.trials.clear()
 
     def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._inside:  # a leaf inside of a leaf
             return module._call_impl(*args, **kwargs)
-        refuse_objects(name, (args, kwargs))
         self._inside = True
-        casts, before = autocasts(), versions((args, kwargs))
         try:
-            output = module._call_impl(*args, **kwargs)
+            trial = Trial(name, module, args, kwargs)
+            output = trial.output
+            if torch.is_grad_enabled():  # the model may differentiate it
+                output = module._call_impl(*args, **kwargs)
         finally:
             self._inside = False
-        if versions((args, kwargs)) != before:
-            raise UnfitLeaf(
-                name, "writes into what it is given; let it work on a copy (x = x.clone())"
-            )
-        paths, _ = pytree.tree_flatten_with_path(output)
-        for path, leaf in paths:
-            if not isinstance(leaf, Tensor) and leaf is not None:
-                raise UnfitLeaf(
-                    name,
-                    f"returns {type(leaf).__name__} {leaf!r:.40} at "
-                    f"{pytree.keystr(path) or 'its output'}, which may differ from call to call; "
-                    "return tensors",
-                )
-        tensors = [leaf for _, leaf in paths if isinstance(leaf, Tensor)]
-        if any(tensor.is_quantized for tensor in tensors):
-            raise UnfitLeaf(name, "returns a quantised tensor; return x.dequantize()")
-        number = max(_known, default=-1) + 1
-        call = LeafCall(
-            number,
-            name,
-            with_places(name, "is given", (args, kwargs)),
-            tuple(indices(name, output, path) for path, leaf in paths if isinstance(leaf, Tensor)),
-            with_places(name, "returns", output),
-            casts,
-        )
-        _known[number] = [torch.empty_like(x, device="meta") for x in tensors]
+        call = trial.call(max(_known, default=-1) + 1)
+        _known[call.number] = call
         self.calls.append(call)
+        self.trials.append(trial)
         return output
 
     def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         index = next(self._indices, -1)
         call = self.calls[index] if index >= 0 else None
-        placed = with_places(name, "is given", (args, kwargs))
-        if call is None or call.name != name or not can_be_given(placed, call.given):
+        placed = Nest.of((args, kwargs))
+        if call is None or call.name != name or not placed.can_be_given(call.given):
             raise UnfitLeaf(
                 name,
                 "is called otherwise when the model is traced than when it runs; let its calls "
                 "depend on nothing but its inputs' shapes",
             )
-        self.calls[index] = replace(call, given=placed)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        results = torch.ops.fxpipe.leaf(tensors, call.number)
-        return pytree.tree_map_only(TensorPlace, lambda place: results[place.index], call.returned)
+        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        own = dict((*module.named_parameters(), *module.named_buffers()))
+        state = [own[at] for at in call.state]
+        recording = torch.is_grad_enabled()
+        needs = [
+            recording and x.requires_grad and at not in call.written
+            for at, x in zip(("",) * len(given) + call.state, (*given, *state), strict=True)
+        ]
+        call = with_needs(call, placed, needs, recording)
+        self.calls[index] = _known[call.number] = call
+        results = _StandIn.apply(call.number, len(given), *given, *state)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for at, value in zip(call.written, results[len(call.looks) :], strict=False):
+                own[at].copy_(value)
+        return call.returned.filled(results)
 
 
 def record_leaves(
-    model: nn.Module, calls: LeafCalls, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    loss_module: LossModule | None,
+    calls: LeafCalls,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Sequence[Any],
+    targets: Sequence[Any],
 ) -> None:
-    """Run the model once for real, to record what its leaf modules return."""
+    """Run the model once for real, and its loss on the flat ``output``, to record what its leaf
+    modules return."""
 
     def run() -> None:
         calls.forget()
         model(*args, **kwargs)
 
+    if calls.loss and loss_module is not None:
+        calls.leaves[LOSS] = loss_module
     with calls.recorded():
         tried(run)
+        if calls.loss and loss_module is not None:
+            loss_module(*output, *targets)
 
 
-def call_leaves(
-    traced: Traced,
-    model: nn.Module,
-    calls: LeafCalls,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Traced:
-    """Let the graph call its leaf modules, and read parameters and buffers from the model itself.
+def call_leaves(traced: Traced, calls: LeafCalls) -> Traced:
+    """Let the graphs call their leaf modules, in place of the operations that stand for them.
 
-    The graph runs once on the inputs of one micro-batch; the caller restores the model's state.
+    Raises:
+        UnfitLeaf: one does what no leaf module may do.
     """
-    rewriter = _Rewriter(traced, model, calls)
-    module = rewriter.run()
-    values = zip(traced.inputs, pytree.tree_leaves((args, kwargs)), strict=True)
-    given = {rewriter.names[name]: value for name, value in values if name is not None}
-    inputs = [given[n.name] for n in module.graph.nodes if n.op == "placeholder"]
-    written = Example(module).written(module, *inputs)
-    held = tensors_read(module)
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    inside = tuple(f"{leaf}." for leaf in calls.leaves)
-    return replace(
-        traced,
-        module=module,
-        parameters=tuple(Argument(name, name) for name in held if name in parameters),
-        buffers=tuple(Argument(name, name) for name in held if name not in parameters),
-        constants=rewriter.constants,
-        inputs=tuple(None if name is None else rewriter.names[name] for name in traced.inputs),
-        outputs=tuple(
-            replace(out, name=rewriter.names[out.name]) if isinstance(out, Value) else out
-            for out in traced.outputs
-        ),
-        writes=tuple(
-            Write(name, rewriter.writers.get(name, name))
-            for name in held
-            if name in rewriter.writers or (name in written and name.startswith(inside))
-        ),
-        under_autograd=True,
-    )
-
-
-class _Rewriter:
-    """Copies a functional graph into one that reads and writes the model's own tensors."""
-
-    def __init__(self, traced: Traced, model: nn.Module, calls: LeafCalls) -> None:
-        self.traced = traced
-        self.calls = {call.number: call for call in calls.calls}
-        self.unasked = calls.unasked
-        self.root: dict[str, Any] = dict(calls.leaves)
-        self.state = traced.state_of(model)
-        constants = {"fxpipe_" + t.replace(".", "_"): x for t, x in traced.constants.items()}
-        self.constants = constants
-        self.writers: dict[str, str] = {}
-        self.graph = fx.Graph()
-        for name in (*model._parameters, *model._buffers, *constants):  # no new node takes it
-            self.graph._graph_namespace.create_name(name, None)
-        copies: dict[fx.Node, fx.Node] = {}
-        returned: Any = self.graph.graph_copy(traced.graph, copies)
-        self.names = {old.name: new.name for old, new in copies.items()}
-        self.order = {copies[node]: place for place, node in enumerate(copies)}
-        count = len(traced.writes)
-        targets = (write.target for write in traced.writes)
-        self.written = dict(zip(targets, returned[:count], strict=True))
-        self.graph.output(returned[count:])
-
-    def run(self) -> fx.GraphModule:
-        by_name = {node.name: node for node in self.graph.nodes}
-        for argument in (*self.traced.parameters, *self.traced.buffers):
-            self._read(by_name[self.names[argument.name]], argument.target)
-        for target in self.written.keys() - {a.target for a in self.traced.buffers}:
-            self._write(target, None)
-        for node in list(self.graph.nodes):
-            if node.target is _LEAF:
-                self._call(node)
-        self.graph.lint()
-        return fx.GraphModule(self.root, self.graph)
-
-    def _read(self, placeholder: fx.Node, target: str) -> None:
-        """Read a tensor right before its first use; copy it if it will be written."""
-        users = [user for user in placeholder.users if user in self.order]
-        if target in self.written:
-            users.append(self.written[target])
-        if not users:  # such as a constant that the graph does not need
-            self.graph.erase_node(placeholder)
-            return
-        first = min(users, key=self.order.__getitem__)
-        value = self._attribute(target, first)
-        if target in self.written:
-            self._write(target, value)
-            with self.graph.inserting_after(value):
-                value = self.graph.call_function(torch.ops.aten.clone.default, (value,))
-            value.meta.update(placeholder.meta)
-        placeholder.replace_all_uses_with(value)
-        self.graph.erase_node(placeholder)
-
-    def _write(self, target: str, attribute: fx.Node | None) -> None:
-        """Copy the value that the graph computes for a buffer into the model's own buffer."""
-        value = self.written[target]
-        if attribute is None:
-            attribute = self._attribute(target, value)
-        with self.graph.inserting_after(value):
-            copy = self.graph.call_function(torch.ops.aten.copy_.default, (attribute, value))
-        copy.meta.update(value.meta)
-        self.writers[target] = copy.name
-
-    def _attribute(self, target: str, before: fx.Node) -> fx.Node:
-        if target in self.traced.constants:
-            target = "fxpipe_" + target.replace(".", "_")
-        self.root[target] = (
-            self.constants[target] if target in self.constants else self.state[target]
+    assert traced.backward is not None
+    by_number = {call.number: call for call in calls.calls}
+    for trial in calls.trials:
+        trial.refuse_constants(traced.constants.values())
+    for node in traced.graph.find_nodes(op="call_function", target=_BACKWARD):
+        raise UnfitLeaf(
+            by_number[int(str(node.args[-1]))].name,
+            "is differentiated in the model's forward, and has no gradient of its gradient; mark "
+            "the module as the leaf that differentiates it",
         )
-        with self.graph.inserting_before(before):
-            node = self.graph.get_attr(target)
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in before.meta:
-                node.meta[key] = before.meta[key]
-        return node
-
-    def _call(self, node: fx.Node) -> None:
-        """Replace the operation that stands for a leaf module by a call of the module."""
-        tensors: Any = node.args[0]
-        call = self.calls[int(str(node.args[1]))]
-        args, kwargs = pytree.tree_map_only(
-            TensorPlace, lambda place: tensors[place.index], call.given
-        )
-        with self.graph.inserting_before(node):
-            module = self.graph.call_module(call.name, args, kwargs)
-        module.meta.update(node.meta)
-        module.meta[AUTOCAST] = call.casts
-        for item in list(node.users):
-            path = call.results[int(str(item.args[1]))]
-            checked = call.name in self.unasked
-            value = module
-            for index in path if checked else path[:-1]:
-                with self.graph.inserting_before(item):
-                    value = self.graph.call_function(operator.getitem, (value, index))
-            if checked:
-                item.args = (value, list(item.meta["val"].shape), call.name)
-                item.target = _sized
-            else:
-                item.args = (value, path[-1]) if path else (value,)
-                item.target = operator.getitem if path else torch.ops.aten.alias.default
-        self.graph.erase_node(node)
+    for node in traced.graph.find_nodes(op="call_function", target=_LEAF):
+        given, state, number = node.args
+        call, module = by_number[int(str(number))], calls.leaves[by_number[int(str(number))].name]
+        node.target, node.args = LeafForward(call, module), (given, state)
+        node.meta[AUTOCAST] = call.casts
+        node.meta[DRAWS] = node.target if call.draws else None
+        for each in (node, *node.users):
+            if call.name != LOSS:
+                stack = each.meta.get("nn_module_stack", {})
+                each.meta["nn_module_stack"] = {**stack, call.name: (call.name, type(module))}
+    for node in traced.backward.graph.find_nodes(op="call_function", target=_BACKWARD):
+        *operands, which, wanted, number = node.args
+        call = by_number[int(str(number))]
+        looks = [Look.of(x) for x in node.meta["val"]]
+        results, inputs = ([int(str(at)) for at in each] for each in (which, wanted))
+        node.target, node.args = LeafBackward(call, results, inputs, looks), tuple(operands)
+    return traced
 
 
 @contextmanager

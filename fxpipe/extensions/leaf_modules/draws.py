@@ -28,11 +28,9 @@ class _ThreadState(threading.local):
 _NOW = _ThreadState()
 
 
-def draw_from(x: Any, seed: torch.Tensor, node: int) -> Any:
-    """Set the micro-batch's seed and the node number for the draws of a leaf module; a graph node
-    right before the module. Returns ``x``, an input of the module."""
+def draw_from(seed: torch.Tensor, node: int) -> None:
+    """Set the micro-batch's seed and the node number for the draws of a leaf module."""
     _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
-    return x
 
 
 class SeededDraws(Draws):

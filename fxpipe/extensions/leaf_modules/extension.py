@@ -10,11 +10,8 @@ from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension
 from fxpipe.extensions.leaf_modules.calls import call_leaves, record_leaves
-from fxpipe.extensions.leaf_modules.differentiate import differentiate_leaves
 from fxpipe.extensions.leaf_modules.fallback import Leaves
-from fxpipe.extensions.leaf_modules.logging_loss import look_at_loss
-from fxpipe.extensions.leaf_modules.loss import attach_leaf_loss
-from fxpipe.extensions.leaf_modules.measure import measure_leaves
+from fxpipe.extensions.leaf_modules.logging_loss import look_at_loss, note_called_loss
 from fxpipe.passes.runner import Pass
 
 
@@ -22,8 +19,9 @@ class LeafModules(Extension):
     """Call submodules as they are in every step, with their hooks, control flow and autograd
     functions, instead of tracing them.
 
-    Autograd then runs the backward in every stage. The sizes of what a leaf module returns must not
-    depend on values, because the graph has the sizes of the first micro-batch. A submodule around
+    Each call is one node of its stage's graph, whose backward autograd runs; other stages are as
+    without it. The sizes of what a leaf module returns must not depend on values, because the graph
+    has the sizes of the first micro-batch. A submodule around
     a line that cannot be traced becomes a leaf module by itself, with a warning; see
     docs/tracing.md. So ``compile`` has this extension, without modules, if it is not given.
 
@@ -44,20 +42,14 @@ class LeafModules(Extension):
 
     def fallback(self, options: Options) -> Leaves:
         """What makes submodules around lines that cannot be traced leaf modules, too."""
-        exported = options.tracer is None
-        return Leaves(options.model, self._named(options.model), options.loss, exported=exported)
+        return Leaves(options.model, self._named(options.model), options.loss)
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """The passes for graphs with leaf modules."""
-        lists: dict[str, Sequence[tuple[str, Pass]]] = {
+        return {
             "try": [("tell_checkpoints", _LOOK)],
-            "join": [("declare_own_loss", _ATTACH)],
-            "measure": [("measure", _MEASURE)],
-            "plan": [("differentiate", _DIFFERENTIATE)],
+            "capture": [("", _RECORD), ("capture", _CALL), ("capture", _NOTE)],
         }
-        if options.tracer is None:
-            lists["trace"] = [("", _RECORD), ("refuse_values", _CALL)]
-        return lists
 
     def _named(self, model: nn.Module) -> dict[str, nn.Module]:
         """Name → submodule that is asked for."""
@@ -84,24 +76,22 @@ class LeafModules(Extension):
         return leaves
 
 
-_RECORD = Pass(record_leaves, "model, calls, args, kwargs", "", when="calls")
-_CALL = Pass(call_leaves, "traced, model, calls, args, kwargs", "traced", when="calls")
+_RECORD = Pass(
+    record_leaves,
+    "model, loss_module, calls, args, kwargs, output, targets",
+    "",
+    when="calls",
+)
+_CALL = Pass(call_leaves, "traced, calls", "traced", when="calls")
+_NOTE = Pass(
+    note_called_loss,
+    "traced, loss_module, output, real_targets, count",
+    "traced",
+    when="called_loss",
+)
 _LOOK = Pass(
     look_at_loss,
     "fallback, objective, output, targets",
     "called_loss",
     when="given_loss",
-)
-_MEASURE = Pass(measure_leaves, "traced, values", "costs", when="under_autograd")
-_DIFFERENTIATE = Pass(
-    differentiate_leaves,
-    "plan, values, state, wanted",
-    "plan",
-    when="under_autograd",
-)
-_ATTACH = Pass(
-    attach_leaf_loss,
-    "traced, loss_module, output, targets",
-    "traced",
-    when="called_loss",
 )

@@ -16,14 +16,13 @@ from fxpipe.errors import TraceError
 from fxpipe.extensions.leaf_modules.calls import LeafCalls
 from fxpipe.extensions.leaf_modules.held import Held
 from fxpipe.extensions.leaf_modules.nests import UnfitLeaf
-from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.explain import called
 from fxpipe.passes.tracing.tracer import Fallback
 
 _COST = (
-    "autograd drives backward in every stage, no backward comes in halves, and no stage is "
-    "captured into CUDA graphs"
+    "its stage alone is not captured into CUDA graphs, and has autograd drive its backward, whole "
+    "in the first of two halves"
 )
 
 
@@ -40,8 +39,6 @@ class Leaves(Fallback):
         model: nn.Module,
         asked: Mapping[str, nn.Module],
         function: Callable[..., Any] | None = None,
-        *,
-        exported: bool = True,
     ) -> None:
         """Begin with the leaf modules that the user asked for.
 
@@ -49,13 +46,11 @@ class Leaves(Fallback):
             model: the model.
             asked: name → leaf module.
             function: the loss, if it is not the model that returns it.
-            exported: whether ``torch.export`` makes the graphs, and not an extension's tracer.
         """
         super().__init__(model)
         self._function = function
         self.called.update(asked)
         self.unasked: dict[str, str] = {}
-        self._exported = exported
         self._told: set[str] = set()
 
     def begin(self) -> None:
@@ -63,27 +58,20 @@ class Leaves(Fallback):
         named = dict(self.model.named_modules())
         self.called.update((name, named[name]) for name in self.called if name in named)
 
-    def trace(self, trace: Callable[[], Traced]) -> Traced:
-        """The model's graph. Submodules with lines that cannot be traced become leaf modules."""
-        while True:
-            try:
-                traced = trace()
-            except TraceError as error:
-                refusal = self.grow(error)
-                if refusal is not None:
-                    self.shrink()
-                    raise refusal from error.__cause__
-            else:
-                self.tell()
-                return traced
+    def take(self, error: TraceError) -> None:
+        """Make a submodule around a line that cannot be traced a leaf module."""
+        refusal = self.grow(error)
+        if refusal is not None:
+            self.shrink()
+            raise refusal from error.__cause__
 
     @contextmanager
     def calls(self) -> Iterator[LeafCalls | None]:
         """The calls of leaf modules, while the model is traced."""
-        if not self._exported or not (self.called or self.loss):
+        if not (self.called or self.loss):
             yield None
             return
-        calls = LeafCalls(self.called, self.unasked)
+        calls = LeafCalls(self.called, self.unasked, self.loss)
         try:
             yield calls
         finally:
@@ -164,10 +152,11 @@ class Leaves(Fallback):
         for where in dict.fromkeys(self.unasked[name] for name in new):
             names = [name for name in new if self.unasked[name] == where]
             kinds = sorted({type(self.called[name]).__name__ for name in names})
+            share = _share(self.model, [self.called[name] for name in names])
             few, listed = len(names) <= 3, ", ".join(map(repr, names))
             LOGGER.warning(
                 "%s cannot be traced at %s. %s therefore called as %s, with %s of the parameters: "
-                "no cut falls into %s, %s. "
+                "no cut falls into %s, which leaves %s of them to cut, and %s. "
                 "compile(..., extensions=[fxpipe.LeafModules(%s)]) does the same without this "
                 "warning",
                 type(self.model).__name__,
@@ -175,17 +164,21 @@ class Leaves(Fallback):
                 f"{listed if few else f'{len(names)} submodules, {names[0]!r} …,'} "
                 + ("is" if len(names) == 1 else "are"),
                 "it is" if len(names) == 1 else "they are",
-                _share(self.model, [self.called[name] for name in names]),
+                _percent(share),
                 "it" if len(names) == 1 else "them",
+                _percent(100 - share),
                 _COST,
                 listed if few else ", ".join(kinds),
             )
 
 
-def _share(model: nn.Module, modules: Iterable[nn.Module]) -> str:
-    """The share of a model's parameters that these submodules have."""
+def _share(model: nn.Module, modules: Iterable[nn.Module]) -> float:
+    """The share of a model's parameters that these submodules have, in per cent."""
     held = {id(p): p.numel() for module in modules for p in module.parameters()}
-    share = 100 * sum(held.values()) / max(sum(p.numel() for p in model.parameters()), 1)
+    return 100 * sum(held.values()) / max(sum(p.numel() for p in model.parameters()), 1)
+
+
+def _percent(share: float) -> str:
     return f"{share:.0f} %" if share >= 1 or not share else "less than 1 %"
 
 

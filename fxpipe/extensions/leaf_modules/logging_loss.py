@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.objective import Objective
 from fxpipe.extensions.leaf_modules.fallback import Leaves
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.tracing.attach_loss import LossModule
+from fxpipe.passes.tracing.loss_graph import note_loss
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
 
@@ -76,6 +79,13 @@ class Unproxied(TorchFunctionMode):
     ) -> Any:
         with disable_proxy_modes_tracing() if func in _READING else nullcontext():
             return func(*args, **(kwargs or {}))
+
+
+def note_called_loss(
+    traced: Traced, loss_module: LossModule, output: Sequence[Any], real_targets: Any, count: int
+) -> Traced:
+    """As ``note_loss``, for a loss that reads numbers."""
+    return note_loss(traced, loss_module, output, real_targets, count, Unproxied)
 
 
 def look_at_loss(

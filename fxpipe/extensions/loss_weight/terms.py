@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.extensions.constants import move_constants
+from fxpipe.ir.called import Called
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -234,7 +235,11 @@ class _Reader:
         schema = getattr(node.target, "_schema", None)
         writes = schema is not None and schema.is_mutable
         draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        return node.op != "call_module" and not (writes or draws or node.meta.get(DRAWS))
+        return (
+            node.op != "call_module"
+            and not isinstance(node.target, Called)
+            and not (writes or draws or node.meta.get(DRAWS))
+        )
 
     def _operation(self, node: Any) -> str:
         """The name of the operator that a node calls."""

@@ -107,7 +107,7 @@ def check(
     @contextmanager
     def draws() -> Iterator[None]:
         with ExitStack() as stack:
-            if traced.seeded or traced.under_autograd:
+            if traced.seeded:
                 stack.enter_context(FixedDraws())
             if any(node.target is random.attention for node in traced.graph.nodes):
                 # fused kernels draw masks of their own

@@ -29,7 +29,7 @@ class LowerOffload:
         self._recomputed = recomputed
         held = {stage for stage, _ in schedule.indices_of("O") - recomputed}
         for stage in plan.stages:
-            if stage.under_autograd and stage.index in held:
+            if stage.calls and stage.index in held:
                 raise InputError(
                     f"schedule {schedule.name!r} offloads what stage {stage.index} keeps, and with "
                     "modules called as they are autograd keeps it for itself; leave offload out, "

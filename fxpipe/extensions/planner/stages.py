@@ -295,8 +295,7 @@ class Stages:
             extensions=with_modes(self._options.extensions, candidate.offload),
         )
         schedule = timetable.schedule(candidate.microbatches, "step")
-        leaves = self._compiled.traced.under_autograd
-        if "I" in schedule.kinds and ("I" not in self._compiled.schedule.kinds or leaves):
+        if "I" in schedule.kinds and "I" not in self._compiled.schedule.kinds:
             raise InputError(
                 f"schedule {schedule.name!r} has backwards in halves, and these stages have whole "
                 'ones; name a schedule with whole backwards, such as "1f1b"'

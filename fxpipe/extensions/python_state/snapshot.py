@@ -94,7 +94,6 @@ class StateSnapshot:
         self._lists: list[tuple[Any, list[Any]]] = []  # (a collection, a copy of it as a list)
         self._cells: list[tuple[CellType, Any]] = []  # (a variable of a closure, its value)
         self.reads = reads
-        self._tracer = options.tracer
         self._first: dict[int, str] = {}  # id → the first expression for the object
         self._rest: deque[tuple[str, Any]] = deque()  # expressions and values to enter
         self._module("model", options.model, leaves)
@@ -212,8 +211,6 @@ class StateSnapshot:
                     if tensor is not None:
                         self._first.setdefault(id(tensor), f"{where}.{name}")
         without = [f"{path}.{leaf}" for leaf in leaves or ()]
-        if leaves is not None and self._tracer is not None:
-            without += [where for where, module in modules if self._tracer.calls(module)]
         # ``Guard.state`` has the modes of the model's own modules
         but = _APART if leaves is not None else _APART - {"training"}
         for where, module in modules:

@@ -35,7 +35,7 @@ from fxpipe.torchtools.pytrees import size_in_bytes
 
 
 def into_buckets(plan: Plan, bucket_bytes: float) -> Plan:
-    """Plan → Plan: divide every stage's gradients into buckets, except in stages under autograd.
+    """Plan → Plan: divide every stage's gradients into buckets.
 
     Args:
         plan: a differentiated plan; backwards in halves are split, too.

@@ -84,7 +84,7 @@ class Collectives:
         Raises:
             InputError: autograd has found no gradient for a trained parameter.
         """
-        _check(machine, stage, gradients)
+        _check(machine, stage, bucket, gradients)
         replica, replicas = self._group.replica, self._group.replicas
         kinds = [None if x is None else torch.empty_like(x, device="meta") for x in gradients]
         given = rows_of(gradients, replicas)
@@ -198,14 +198,15 @@ class Collectives:
         return _Begun(begun.kinds, rows)
 
 
-def _check(machine: Machine, stage: int, gradients: Sequence[Tensor | None]) -> None:
-    """Raise InputError if autograd has found no gradient for a trained parameter."""
+def _check(machine: Machine, stage: int, bucket: int, gradients: Sequence[Tensor | None]) -> None:
+    """Raise InputError if autograd has found no gradient for a trained parameter of a bucket."""
     of = machine.stages[stage]
-    if not of.under_autograd or not gradients:
+    if not of.calls or not gradients:
         return
     trained = machine.weights.trained(stage)
-    for argument, wanted, gradient in zip(of.parameters, trained, gradients, strict=True):
-        if wanted and gradient is None:
+    for place in of.buckets[bucket] if of.buckets else range(len(gradients)):
+        argument = of.parameters[place]
+        if trained[place] and gradients[place] is None:
             raise InputError(
                 f"{argument.target!r} has no gradient in this batch, while other replicas "
                 "may have one; let each loss depend on it, or freeze it: "

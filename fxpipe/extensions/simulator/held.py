@@ -34,8 +34,7 @@ def plan_sizes(
     """The bytes of everything that the stages of a differentiated plan hold, with the state of
     their optimizers after a step.
 
-    They are for the example's micro-batch, and count whole storages. What a stage under autograd
-    takes was counted when it ran.
+    They are for the example's micro-batch, and count whole storages.
 
     Args:
         plan: the plan, with kernels.
@@ -128,23 +127,18 @@ class Kept(NamedTuple):
 
 
 class StageMemory:
-    """The memory of a stage for one micro-batch of the example, as it was counted when it ran; for
-    the attributes see Sizes. ``saved`` is kept by forward for backward, and ``deferred`` by the
-    first half of backward for the second. A stage under autograd keeps all inputs and outputs, and
-    its first half computes all gradients."""
+    """The memory of a stage for one micro-batch of the example; for the attributes see Sizes.
+    ``saved`` is kept by forward for backward, and ``deferred`` by the first half of backward for
+    the second. Of one without graphs it is known that it keeps its inputs and outputs."""
 
     def __init__(self, plan: Plan, stage: Stage) -> None:
         self._plan, self._stage = plan, stage
         self.places: dict[tuple[int, str, bool], Storage] = {}
         self.adding: dict[tuple[str, int], Workspace] = {}
         self.runs = {(letter, stage.index): Workspace((0,)) for letter in "FRBIW"}
-        saved, forward, backward, gradients = getattr(stage.kernel, "counted", (0, 0, 0, 0))
         into = (edge.value for edge in plan.edges_into(stage.index))
         kept = frozenset((x, False) for x in (*into, *outputs_of(plan.edges_from(stage.index))))
-        self.saved, self.deferred = Kept(saved, kept), Kept(gradients)
-        for letter in "FRBI":
-            most = forward if letter in "FR" else backward
-            self.runs[letter, stage.index] = Workspace((most,))
+        self.saved, self.deferred = Kept(0, kept), Kept()
 
 
 class GraphMemory(StageMemory):

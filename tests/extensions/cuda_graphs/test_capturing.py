@@ -82,7 +82,7 @@ def dropping() -> nn.Module:
         (dropping().eval(), {}, {"partition": ["2"]}, [], ""),
         (Scaled(), {"by": torch.tensor(2)}, {"partition": ["last"]}, [1], "'by' is one whole"),
         (Scaled(), {"by": torch.tensor(2.0)}, {"partition": ["last"]}, [], ""),
-        (Tiny(), {}, {"extensions": [fxpipe.LeafModules("middle")]}, [0, 1], "leaf modules"),
+        (Tiny(), {}, {"extensions": [fxpipe.LeafModules("middle")]}, [1], "as it is"),
     ],
     ids=["draws", "draws not", "whole number", "number", "leaves"],
 )

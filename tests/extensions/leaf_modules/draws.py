@@ -24,7 +24,7 @@ def seeded(leaves: Sequence[nn.Module], step: int, microbatches: int) -> Iterato
 
         def begin(module: nn.Module, args: Any) -> None:
             of_microbatch = mix(seed, next(rest))
-            draw_from(None, torch.tensor(of_microbatch), number)
+            draw_from(torch.tensor(of_microbatch), number)
 
         return leaf.register_forward_pre_hook(begin)
 

@@ -223,7 +223,7 @@ def test_a_loss_that_makes_a_table_at_first_is_traced(caplog: pytest.LogCaptureF
     with fxpipe.compile(net(), 1, microbatches=4, loss=Tabled()) as pipe:
         for _ in range(2):
             made.append(pipe.step(x, target=y))
-            assert not pipe.plan.stages[-1].under_autograd
+            assert not pipe.plan.stages[-1].calls
     assert torch.equal(*made)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 

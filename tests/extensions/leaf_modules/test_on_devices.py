@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from torch import nn
 
 import fxpipe
-from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly
 from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.test_memory import SGD, Adam, Optimizer, assert_within, counted
@@ -19,7 +19,10 @@ pytestmark = simulated
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
 @pytest.mark.parametrize(
     "options",
-    [{"extensions": [fxpipe.LeafModules("layers.1")]}, {"extensions": [LeavesOnly()]}],
+    [
+        {"extensions": [fxpipe.LeafModules("layers.1")]},
+        {"extensions": [fxpipe.LeafModules(nn.Linear)]},
+    ],
 )
 def test_compiling_stages_that_autograd_differentiates_takes_no_more_than_steps(
     options: Mapping[str, Any], optimizer: Optimizer
@@ -34,7 +37,9 @@ def predicted(options: Mapping[str, Any], optimizer: Optimizer) -> tuple[list[in
     def look(pipe: fxpipe.Pipeline, *batch: object) -> None:
         found.extend(memory.peak for memory in pipe.simulate().memory)
 
-    steps, _, _ = counted({"extensions": [LeavesOnly()], **options}, optimizer, look)
+    steps, _, _ = counted(
+        {"extensions": [fxpipe.LeafModules(nn.Linear)], **options}, optimizer, look
+    )
     return found, steps
 
 

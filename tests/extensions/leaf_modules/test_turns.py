@@ -11,15 +11,14 @@ from torch import Tensor, nn
 import fxpipe
 from fxpipe.ir.recipe import find_recipe
 from tests.extensions.copies.test_copies import copied
-from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly
 from tests.helpers.overlapping import ADAMW, compiled, make
 
 
-@pytest.mark.parametrize("leaves", [LeavesOnly(), fxpipe.LeafModules(nn.Linear)])
-def test_leaf_modules_take_turns_on_their_devices(leaves: Any) -> None:
+@pytest.mark.parametrize("kinds", [(nn.Linear,), (nn.Linear, nn.Tanh)])
+def test_leaf_modules_take_turns_on_their_devices(kinds: tuple[type[nn.Module], ...]) -> None:
     model, data = make("mlp", 4, 18)
     alone = copied(model, find_recipe("chimera")(2, 6), ADAMW)
-    extensions = [fxpipe.Dispatch("device"), leaves]
+    extensions = [fxpipe.Dispatch("device"), fxpipe.LeafModules(*kinds)]
     with compiled(model, 2, 6, ADAMW, schedule="chimera", extensions=extensions) as pipe:
         for x, y in data:
             assert torch.equal(pipe.step(x, target=y), alone.step(x, y))

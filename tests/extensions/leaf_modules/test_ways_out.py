@@ -91,12 +91,33 @@ def test_gradients_of_gradients_are_trained_in_a_submodule(
     assert_trains(Inside(inner()), x, loss=both, target=target, **options)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("model", [Penalised, Forces])
-def test_in_the_forward_of_the_model_they_are_trained_too(model: Callable[[], nn.Module]) -> None:
+def test_in_the_forward_of_the_model_they_are_traced(model: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert_trains(model(), torch.randn(8, 8), loss=both, target=torch.randn(8, 1))
+
+
+class OfALeaf(Forces):
+    """The energy comes from a submodule that branches on values."""
+
+    class Branches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.abs().max() < 9 else x / 9)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = self.Branches(8, 8)
+
+
+def test_a_leaf_whose_gradient_is_differentiated_is_refused_and_one_around_both_trains() -> None:
     torch.manual_seed(0)
     x, target = torch.randn(8, 8), torch.randn(8, 1)
-    assert_trains(model(), x, loss=both, target=target, schedule="1f1b")
+    with (
+        fxpipe.compile(OfALeaf(), 2, microbatches=4, loss=both) as pipe,
+        pytest.raises(TraceError, match=r"leaf module 'net.*' is differentiated in the model's"),
+    ):
+        pipe.step(x, target=target)
+    assert_trains(Inside(OfALeaf()), x, loss=both, target=target)
 
 
 class Experts(nn.Module):

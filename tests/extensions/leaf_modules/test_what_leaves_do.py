@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import fxpipe
 import fxpipe.passes.tracing.trace
-from fxpipe.errors import ExecutionError, PartitionError, TraceError
+from fxpipe.errors import ExecutionError, TraceError
 from fxpipe.extensions.leaf_modules.draws import SeededDraws, draw_from
 from fxpipe.random import mix
 from tests.extensions.leaf_modules.test_unasked_leaves import Does, Function, branches
@@ -79,7 +79,7 @@ def test_layers_are_dropped_by_the_seed_of_the_microbatch(drops: Function) -> No
     numbers = iter(range(100))
 
     def begin(module: nn.Module, args: Any) -> None:
-        draw_from(None, torch.tensor(mix(seed, next(numbers))), 0)
+        draw_from(torch.tensor(mix(seed, next(numbers))), 0)
 
     alone.inner.register_forward_pre_hook(begin)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -98,9 +98,10 @@ def test_layers_are_dropped_by_the_seed_of_the_microbatch(drops: Function) -> No
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
-def test_a_leaf_that_an_earlier_call_was_cut_in_is_refused_by_name() -> None:
+def test_a_leaf_that_an_earlier_call_was_cut_in_takes_its_weights_from_both_stages() -> None:
     torch.manual_seed(0)
     model = Around(Does(drops_layers, layers()))
+    alone = copy.deepcopy(model)
     x = torch.randn(8, 4)
     with fxpipe.compile(
         model, 2 * ["cpu"], microbatches=2, loss=F.mse_loss, partition=["inner.layer.2"]
@@ -109,11 +110,16 @@ def test_a_leaf_that_an_earlier_call_was_cut_in_is_refused_by_name() -> None:
         with torch.no_grad():
             before = pipe(x)
         pipe.train()
-        with pytest.raises(PartitionError, match=r"'inner' is called as it is.*fxpipe.LeafModules"):
-            pipe.step(x, target=x)
+        torch.manual_seed(1)
+        loss = pipe.step(x, target=x)
         pipe.eval()
         with torch.no_grad():
             assert torch.equal(pipe(x), before)
+    leaf = [fxpipe.LeafModules("inner")]
+    with fxpipe.compile(alone, 1, microbatches=2, loss=F.mse_loss, extensions=leaf) as pipe:
+        torch.manual_seed(1)
+        assert torch.equal(pipe.step(x, target=x), loss)
+    loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
 def picks(net: Any, x: Tensor) -> Tensor:
@@ -157,13 +163,9 @@ def test_a_size_that_depends_on_values_and_leaves_the_leaf_is_refused(function: 
     x[:5, 0] = -1
     x[3] = 1
     before = copy.deepcopy(model.state_dict())
-    if function is picks:  # no submodule holds all that depends on it
-        with pytest.raises(TraceError, match="depends on the values of a tensor"):
-            step(model, x)
-    else:
-        message = r"leaf module 'inner' returns a tensor of size \[3, 4\], and returned \[1, 4\]"
-        with pytest.raises(ExecutionError, match=message):
-            step(model, x)
+    message = r"leaf module 'inner' returns a tensor of size \[3, 4\], and returned \[1, 4\]"
+    with pytest.raises(ExecutionError, match=message):
+        step(model, x)
     loop.assert_same(model.state_dict(), before)
 
 

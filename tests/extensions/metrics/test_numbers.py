@@ -76,7 +76,7 @@ def test_numbers_of_the_batch_are_in_the_metrics_and_the_loss_trains(
         pipe.step(X, target=Y)
         assert of_loss(pipe) == pytest.approx(expected(alone), rel=1e-6)
         pipe.flush()
-        assert not pipe.plan.stages[-1].under_autograd
+        assert not pipe.plan.stages[-1].calls
     pair(alone(X), Y)[0].backward()
     optimizer.step()
     loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)

@@ -274,7 +274,7 @@ def test_what_autograd_alone_knows_is_refused_by_name() -> None:
     with (
         fxpipe.compile(model, 2, microbatches=4, schedule="gpipe", **options) as pipe,
         pytest.raises(
-            InputError, match="offloads what stage 0 keeps, and with modules called as they"
+            InputError, match="offloads what stage 1 keeps, and with modules called as they"
         ),
     ):
         pipe.step(x, target=x)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from tests.extensions.leaf_modules.leaf_tracer import LeavesOnly
 from tests.oracles import loop
 
 LEAF_CALLS = {"all": [0]}
@@ -210,7 +209,7 @@ def test_what_torchs_modules_make_of_their_weights_in_a_call_causes_no_new_trace
     torch.manual_seed(0)
     model = Recurrent()
     alone = copy.deepcopy(model)
-    options: Any = {"loss": F.mse_loss, "extensions": [LeavesOnly()]}
+    options: Any = {"loss": F.mse_loss, "extensions": [fxpipe.LeafModules("inner", "last")]}
     with (
         caplog.at_level(logging.INFO, "fxpipe"),
         fxpipe.compile(model, ["cpu"], microbatches=2, **options) as pipe,
