@@ -160,7 +160,10 @@ class FrontEnd:
                 if source.lacks_memory(error):
                     raise
                 if not stand_ins.found(error):
-                    if stand_ins.numbers or not isinstance(error, TraceError):
+                    # without a capture, there are no nodes for calls of a part of the model
+                    if stand_ins.numbers or not self.options.captures:
+                        raise
+                    if not isinstance(error, TraceError):
                         raise
                     of_loss = in_loss(error.__cause__) and not self.fallback.loss
                     take = self.fallback.take_loss if of_loss else self.fallback.take

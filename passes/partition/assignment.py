@@ -165,7 +165,7 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
 
     - All nodes that read or write a buffer that is written: the next micro-batch reads what this
       one wrote.
-    - All calls of parts of the model that share a submodule.
+    - All calls of a part of the model that read the same parameter or buffer.
     - An operation with several results, and the nodes that pick one of them.
     - A constant, which depends on no input, and its first use. A constant without uses, such as a
       counter of calls, shares a stage with its module's first node.
@@ -179,8 +179,10 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
             group += [by_name[name] for name in (written[target],) if name in by_name]
             if len(group) > 1:
                 yield Bond(group, f"what uses the written buffer {target!r}")
+    held = {a.name for a in (*traced.parameters, *traced.buffers)}
     for (one, function), (two, other) in itertools.combinations(calls_in(nodes).items(), 2):
-        if function.parts & other.parts:
+        shared = {*one.all_input_nodes} & {*two.all_input_nodes}
+        if function.parts & other.parts and any(node.name in held for node in shared):
             yield Bond([one, two], f"the calls of {function.name!r}")
     constant = _constant(traced)
     calls: dict[tuple[str, ...], fx.Node] = {}

@@ -40,7 +40,11 @@ def reset_and_train(mesh: DeviceMesh, whole: int) -> dict[str, Any]:
     torch.manual_seed(SEED + mesh.get_rank())  # rank 0's counts
     pipe.reset_parameters()
     made = trained(pipe)
-    made["with data"] = {name for name, p in model.state_dict().items() if not p.is_meta}
+    made["with data"] = {
+        name
+        for name, p in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        if not p.is_meta
+    }
     pipe.close()
     return made
 
