@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OperatorBase
 
 from fxpipe.errors import FxpipeError, InputError, told
-from fxpipe.ir.called import calls_in
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _FXPIPE = Path(__file__).parents[1]
@@ -171,8 +171,8 @@ def of_failure(error: BaseException) -> str:
         if isinstance(module, fx.GraphModule) and frame.f_code.co_filename.startswith("<"):
             name = linecache.getline(frame.f_code.co_filename, line).split("=")[0].strip()
             node = next((node for node in module.graph.nodes if node.name == name), None)
-            if node is not None and not calls_in([node]) and node.op != "call_module":
-                return of_node(node)
+            if node is not None and isinstance(node.target, OperatorBase):
+                return of_node(node)  # the line that calls it, not one inside a custom operator
             if node is not None:
                 inside = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in frames[at + 1 :]]
                 return _innermost(inside) or of_node(node)
