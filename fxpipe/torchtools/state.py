@@ -23,6 +23,8 @@ from fxpipe.torchtools.source import bringing_to, lacks_memory
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module keeps its hooks."""
+OF_EACH = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
 
 _PYTHON, _NUMPY = "Python's random", "numpy.random"
 
@@ -47,6 +49,25 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     if tensor.shape != value.shape:
                         tensor.resize_(value.shape)
                     tensor.copy_(value)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """After the block, modules have the attributes that they had, and dicts and lists among these
+    the items: as those of a run on fakes have no data."""
+    spaces = [vars(module) for module in model.modules()]
+    values = [value for space in spaces for name, value in space.items() if name not in OF_EACH]
+    dicts = [(each, each.copy()) for each in (*spaces, *(x for x in values if type(x) is dict))]
+    lists = [(each, each.copy()) for each in values if type(each) is list]
+    try:
+        yield
+    finally:
+        for own, before in dicts:
+            for key in own.keys() - before.keys():
+                del own[key]
+            own.update(before)
+        for items, kept in lists:
+            items[:] = kept
 
 
 @contextmanager

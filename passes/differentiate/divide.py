@@ -88,9 +88,8 @@ class _Division:
         for node in backward.graph.nodes:
             if node.name in self.needed and node.op == "call_function":
                 self.stage_of[node.name] = self._place(node)
-        # (value, stage) → the stage that hands it on to that stage's backward
-        self.edges: dict[Edge, None] = {}
-        self.extra: dict[Edge, None] = {}
+        self.edges: dict[Edge, None] = {}  # what goes from backward to backward
+        self.extra: dict[Edge, None] = {}  # what backwards read of other stages' forwards
         self._connect(inputs)
 
     def _needed(self) -> set[str]:

@@ -32,6 +32,7 @@ from fxpipe.passes.tracing.explain import BackwardError
 from fxpipe.passes.tracing.halves import Halves
 from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools.pytrees import taken_apart, together
+from fxpipe.torchtools.state import attributes_kept
 
 
 def capture(
@@ -70,27 +71,13 @@ def capture(
     for as_export in (False, True):
         try:
             opaque = nullcontext() if calls is None else calls.opaque(model)
-            with _attributes_kept(model), opaque:
+            with attributes_kept(model), opaque:
                 return _captured(whole, names, as_export)
         except FxpipeError:
             raise
         except Exception as error:
             errors.append(error)
     raise errors[-1] from errors[0]
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """After the block, modules have the attributes that they had: those of its run have no data."""
-    spaces = [vars(module) for module in model.modules()]
-    before = [dict(space) for space in spaces]
-    try:
-        yield
-    finally:
-        for space, own in zip(spaces, before, strict=True):
-            for name in space.keys() - own.keys():
-                del space[name]
-            space.update(own)
 
 
 def _captured(whole: Whole, names: Sequence[str], as_export: bool) -> Traced:
@@ -228,9 +215,8 @@ class Whole(nn.Module):
         """Inside, what the submodules of the model run is noted as theirs."""
         model = self._held[0]
         stack: dict[str, tuple[str, type]] = {}
-        hooks = []
-
         begun: dict[str, int] = {}
+        hooks = []
 
         def entering(name: str) -> Callable[..., None]:
             def enter(module: nn.Module, *_: Any) -> None:
@@ -266,9 +252,8 @@ class Whole(nn.Module):
 def _standing(module: nn.Module | None, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, a module has these parameters and buffers, by the first of their names. One that it
     assigns anew is written."""
-    held: list[
-        tuple[dict[str, Any], str, Tensor, Tensor]
-    ] = []  # where, as what, its own, the other
+    # where, as what, its own, the other
+    held: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     if module is not None and tensors:
         first: dict[int, str] = {}
         for name, own in (*module.named_parameters(), *module.named_buffers()):

@@ -28,6 +28,7 @@ from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import (
     assigned_in_place,
+    attributes_kept,
     autocasts,
     intra_op_threads,
     under,
@@ -133,17 +134,19 @@ class Checking:
         args, kwargs, _ = call.batch.unflatten(call.leaves)
 
         def again() -> Any:
-            return _without_activations(lambda: taken_apart(self._called(call, False)[0]))
+            return _without_activations(
+                self._options.model, lambda: taken_apart(self._called(call, False)[0])
+            )
 
         output = again() if output is None else taken_apart(output)
         _refuse_hidden(self._options.model, (args, kwargs), output, again)
 
 
-def _without_activations(run: Callable[[], T]) -> T:
+def _without_activations(model: nn.Module, run: Callable[[], T]) -> T:
     """Run a model for its graph of autograd only, of which no activation is kept: on tensors
     without data, or on real ones where the model's code asks for values."""
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with attributes_kept(model), FakeTensorMode(allow_non_fake_inputs=True):
             return run()
     except Exception:
         LOGGER.debug("the model does not run without data", exc_info=True)

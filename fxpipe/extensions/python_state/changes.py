@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +18,7 @@ from torch import Tensor, nn
 from fxpipe.compiler.unread import unread
 from fxpipe.errors import TraceError, way_out
 from fxpipe.log import LOGGER
-from fxpipe.torchtools.state import other_states
-
-_OWN = frozenset(vars(nn.Module()))
-"""The attributes that every module has."""
+from fxpipe.torchtools.state import OF_EACH, other_states
 
 Key = tuple[str, str]
 """A module and its attribute or buffer, by their names; or GENERATOR and the name of one."""
@@ -28,12 +26,15 @@ Key = tuple[str, str]
 GENERATOR = "a generator"
 
 
-def refuse_changes(model: nn.Module, leaves: Collection[str], run: Callable[[], Any]) -> Any:
+def refuse_changes(
+    model: nn.Module, leaves: Collection[str], run: Callable[[], Any], passing: set[Key]
+) -> Any:
     """Run a model, and check that it changes nothing that a graph cannot hold; returns the result
     of ``run``. Leaf modules may change their own attributes.
 
     What only the first run sets, such as a table that is made when it is first needed, does not
-    count as changed.
+    count as changed. Nor do attributes that each call sets before it reads them: ``passing`` are
+    those of earlier kinds of calls, and gets those of this one.
 
     Raises:
         TraceError: the model changes an attribute, or draws from Python's or NumPy's random
@@ -43,6 +44,7 @@ def refuse_changes(model: nn.Module, leaves: Collection[str], run: Callable[[], 
     before, drawn = watch.look(), torch.get_rng_state()
     output = run()
     after = watch.look()
+    changed: list[Key] = []
     if any(_differ(now, before.get(key)) for key, now in after.items()):
         torch.set_rng_state(drawn)
         run()
@@ -51,8 +53,12 @@ def refuse_changes(model: nn.Module, leaves: Collection[str], run: Callable[[], 
             for key, now in watch.look().items()
             if _differ(now, after.get(key)) and _differ(after.get(key), before.get(key))
         ]
-        if changed and not watch.are_of_one_call(changed, run):
-            raise watch.refusal(changed[0])
+    if changed or passing:
+        if (key := watch.left_over(changed, passing, run)) is not None:
+            raise watch.refusal(key, key in changed)
+        if new := [key for key in changed if key not in passing]:
+            watch.tell(new)
+        passing.update(changed)
     return output
 
 
@@ -82,7 +88,7 @@ class _Watch:
             (path, name): (value, _content(value))
             for path, module in self._watched.items()
             for name, value in vars(module).items()
-            if name not in _OWN
+            if name not in OF_EACH
         }
         for path, module in self._modules.items():
             for name, buffer in module._buffers.items():
@@ -90,30 +96,40 @@ class _Watch:
                     seen[path, name] = buffer, None if buffer is None else buffer._version
         return seen | {(GENERATOR, name): (None, state) for name, state in other_states().items()}
 
-    def are_of_one_call(self, keys: Sequence[Key], run: Callable[[], Any]) -> bool:
-        """Whether each call sets these attributes before it reads them, so that no call needs what
-        an earlier one has left: whether it runs with what cannot be read in their place."""
-        spaces = [(self._modules[p].__dict__, n) for p, n in keys if p != GENERATOR]
-        if len(spaces) < len(keys) or any(name not in space for space, name in spaces):
-            return False
-        before = [space[name] for space, name in spaces]
-        others = [unread(value, lambda: None) for value in before]
-        for (space, name), other in zip(spaces, others, strict=True):
-            space[name] = other
+    def left_over(
+        self, changed: Sequence[Key], passing: Collection[Key], run: Callable[[], Any]
+    ) -> Key | None:
+        """One of these attributes that a call reads before it sets it, and so as an earlier call
+        has left it; or one among ``changed`` that it does not set. Found by a run with what cannot
+        be read in their place. Of a dict or list that each call fills, these are its items."""
+        keys = [*dict.fromkeys((*changed, *passing))]
+        spaces = {key: self._space(key) for key in keys}
+        for key in keys:
+            if key[1] not in spaces[key]:
+                if key in changed:
+                    return key
+                del spaces[key]
+        before = {key: space[key[1]] for key, space in spaces.items()}
+        read: list[Key] = []
+        others = {key: _stand_in(x, partial(read.append, key)) for key, x in before.items()}
+        unset = {key: {*map(id, _parts(other))} for key, other in others.items()}
+        for key, space in spaces.items():
+            space[key[1]] = others[key]
         try:
             run()
-        except Exception:  # something was read
-            return False
+        except Exception:  # most likely as something was read
+            read = read or keys
         finally:
-            kept = [space.get(name) is x for (space, name), x in zip(spaces, others, strict=True)]
-            for (space, name), value in zip(spaces, before, strict=True):
-                space[name] = value
-        if any(kept):
-            return False
-        self._tell(keys)
-        return True
+            now = {key: {*map(id, _parts(space.get(key[1])))} for key, space in spaces.items()}
+            for key, space in spaces.items():
+                space[key[1]] = before[key]
+        return next(iter([*read, *(key for key in changed if now[key] & unset[key])]), None)
 
-    def _tell(self, keys: Sequence[Key]) -> None:
+    def _space(self, key: Key) -> dict[str, Any]:
+        """The attributes of a module; a generator's state is none."""
+        return self._modules[key[0]].__dict__ if key[0] != GENERATOR else {}
+
+    def tell(self, keys: Sequence[Key]) -> None:
         """Warn that steps do not set these attributes."""
         names = sorted({f"{type(self._modules[path]).__name__}.{name}" for path, name in keys})
         LOGGER.warning(
@@ -123,8 +139,8 @@ class _Watch:
             ", ".join(names),
         )
 
-    def refusal(self, key: Key) -> TraceError:
-        """The error for what every run changes."""
+    def refusal(self, key: Key, changed: bool) -> TraceError:
+        """The error for what every run changes, or else for what only other calls set."""
         path, name = key
         if path == GENERATOR:
             return self._error(
@@ -133,6 +149,12 @@ class _Watch:
                 "apply_spec_augment=False does in models of speech of transformers",
             )
         owner = type(self._modules[path]).__name__
+        if not changed:
+            return self._error(
+                f"{owner}.{name} (it is read before it is set, and calls of another mode or kind "
+                "set it, which graphs do not do)",
+                f"set {name} in every call, or return it from forward to what reads it",
+            )
         if name in self._modules[path]._buffers:
             return self._error(
                 f"{owner}.{name} (a buffer that is made by the first call: every call changes "
@@ -155,6 +177,22 @@ class _Watch:
     def _error(self, where: str, cure: str) -> TraceError:
         kind = type(self._model).__name__
         return TraceError(f"{kind} cannot be traced at {where}; {cure}", where)
+
+
+def _stand_in(value: Any, note: Callable[[], None]) -> Any:
+    """What cannot be read, in place of a value; of a dict or list, one whose items cannot."""
+    if type(value) is dict:
+        return {key: _stand_in(item, note) for key, item in value.items()}
+    if type(value) is list:
+        return [_stand_in(item, note) for item in value]
+    return unread(value, note)
+
+
+def _parts(value: Any) -> list[Any]:
+    """The items of a dict or list, and of those inside; of anything else, itself."""
+    if type(value) is dict:
+        value = [*value.values()]
+    return [part for item in value for part in _parts(item)] if type(value) is list else [value]
 
 
 def _content(value: Any) -> Any:

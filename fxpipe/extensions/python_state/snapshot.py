@@ -24,7 +24,7 @@ from fxpipe.compiler.guard import parameters_of
 from fxpipe.compiler.number import NumberPlace
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.unread import is_number
-from fxpipe.torchtools.state import HOOKS, hooked
+from fxpipe.torchtools.state import HOOKS, OF_EACH, hooked
 
 LONG = 1000
 """Collections with more entries are compared by identity only."""
@@ -34,7 +34,7 @@ MOST = 10_000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
-_APART = frozenset(vars(nn.Module())) - {*HOOKS}
+_APART = OF_EACH - {*HOOKS}
 """Attributes of every module that are visited separately, or not at all."""
 _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 """Python's own classes whose objects are entered."""
@@ -81,12 +81,18 @@ class StateSnapshot:
         options: Options,
         leaves: Iterable[str],
         free: Collection[str] = (),
+        passing: Collection[tuple[str, str]] = (),
     ) -> None:
         """Take the snapshot of the model and its loss, without entering leaf modules. The numbers
-        that the expressions ``free`` stand for may be any."""
+        that the expressions ``free`` stand for may be any, and so may the attributes ``passing`` of
+        modules, by their names."""
         self.values: dict[str, Any] = {}
         self.places: dict[str, NumberPlace] = {}
         self._free = free
+        self._passing: dict[str, set[str]] = {}
+        for at, name in passing:
+            path = f"model.{at}" if at else "model"
+            self._passing.setdefault(path, set()).add(name)
         self.modules = [*options.model.modules()]
         self.parameters, self.dense = parameters_of(options.model)
         # (a dictionary, its length or None if that does not matter, the items that matter)
@@ -224,7 +230,7 @@ class StateSnapshot:
                 self.values[f"{where}.{name}"] = (
                     Identity(tensor) if leaves is None else _form(tensor)
                 )
-            self._attributes(where, vars(module), but)
+            self._attributes(where, vars(module), but | self._passing.get(where, set()))
             self._at(f"{where}.__class__", type(module))
 
     def _function(self, path: str, function: FunctionType) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from fxpipe.compiler.guard import KEPT, Guard, Present
 from fxpipe.compiler.objective import Objective
 from fxpipe.compiler.options import Options
-from fxpipe.extensions.python_state.changes import refuse_changes
+from fxpipe.extensions.python_state.changes import Key, refuse_changes
 from fxpipe.extensions.python_state.snapshot import OUTSIDE, CodeReads, StateSnapshot, top
 from fxpipe.log import LOGGER
 
@@ -41,6 +41,7 @@ class StateGuard(Guard):
         self._states: dict[int, dict[str, Any]] = {}
         self._number = 0
         self._constants: set[str] = set()  # numbers that no graph can take
+        self._passing: set[Key] = set()  # attributes that each call sets before it reads them
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -74,7 +75,12 @@ class StateGuard(Guard):
 
     def checked(self, run: Callable[[], T]) -> T:
         """Run the model. Raises TraceError like ``refuse_changes``."""
-        result: T = refuse_changes(self.options.model, self.called, self.reading()(run))
+        known = len(self._passing)
+        result: T = refuse_changes(
+            self.options.model, self.called, self.reading()(run), self._passing
+        )
+        if len(self._passing) > known:
+            self._seen = None  # that has what is not watched any more
         return result
 
     def ran(self, code: CodeType) -> bool:
@@ -124,7 +130,7 @@ class StateGuard(Guard):
 
     def _snapshot(self, reads: CodeReads) -> StateSnapshot:
         watched = replace(self.options, objective=Objective()) if self.calls_loss else self.options
-        return StateSnapshot(reads, watched, self.called, self.numbers)
+        return StateSnapshot(reads, watched, self.called, self.numbers, self._passing)
 
     def _see(self, seen: StateSnapshot, *, same: bool = False) -> None:
         """Compare with a snapshot from now on, which is of the ``same`` state as the last one, or
