@@ -66,7 +66,7 @@ class Transfers:
         for pair in sorted(self.sent.keys() | self.received.keys()):
             sent, received = self.sent.get(pair, []), self.received.get(pair, [])
             seen: set[Buffer] = set()
-            for move in sent:  # a value received twice is also made twice, which ``lives`` reports
+            for move in sent:  # a value received twice is also made twice, which the run reports
                 if move.buffer in seen:
                     yield self.ran.fault(pair[0], move.position, "it is sent twice", "keep one")
                 seen.add(move.buffer)
