@@ -23,15 +23,16 @@ from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Grid, Report
 from fxpipe.extensions.exact_cut.solve import SLACK, solve
-from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
+from fxpipe.ir.traced import Value
+from fxpipe.passes.differentiate.divide import Wanted, divide
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.partition.assignment import Assignment, compute_nodes
+from fxpipe.passes.graph.randomness import seed_randomness
+from fxpipe.passes.partition.assignment import one_stage
 from fxpipe.passes.partition.atoms import Atoms, Footprint, atoms_of
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
-from fxpipe.passes.tracing.trace import accepts, trace
+from fxpipe.passes.tracing.capture import capture
 from fxpipe.torchtools.source import module_paths
 
 STAGES = (2, 4, 8)
@@ -138,17 +139,13 @@ def divided(work: Work, stages: int) -> float:
 
 def measured(model: nn.Sequential, batch: Tensor) -> Atoms:
     """The atoms of a sequence, with the times of its operations."""
-    program = trace(model, (batch,), {}, [(0,)])
-    traced = functionalise(program, accepts(program, (batch,), {}))
+    captured = capture(model, None, (batch,), {}, (), (), ["x"], [False], step=False)
+    traced = seed_randomness(captured)
     values = {name: batch for name in traced.inputs if name is not None}
-    state = {
-        **dict(model.named_parameters()),
-        **dict(model.named_buffers()),
-        **dict(traced.constants),
-    }
-    whole = Assignment(1, {node.name: 0 for node in compute_nodes(traced.graph)})
-    wanted = Wanted(frozenset(out.name for out in traced.outputs if hasattr(out, "name")))
-    plan = part_backward(differentiate(cut(traced, whole, {}), values, state, wanted))
+    state = traced.state_of(model)
+    wanted = Wanted(frozenset(out.name for out in traced.outputs if isinstance(out, Value)))
+    plan = divide(cut(traced, one_stage(traced), {}), traced, state, wanted)
+    plan = part_backward(plan)
     costs = measure(traced, plan, values, state)
     return atoms_of(traced, costs, Footprint())
 

@@ -30,8 +30,8 @@ from fxpipe.log import reported
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.work import StageLoad
 from fxpipe.passes.runner import run_all
-from fxpipe.passes.tracing.attach_loss import returned_loss
-from fxpipe.passes.tracing.trace import shapes_of
+from fxpipe.passes.tracing.loss_module import returned_loss
+from fxpipe.passes.tracing.shapes import shapes_of
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.host import BatchHost, Watch

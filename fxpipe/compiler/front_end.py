@@ -20,16 +20,15 @@ from fxpipe.compiler.preflight import output_dims
 from fxpipe.compiler.reads import Reads, StandIns
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.compiler.unread import ReadError
-from fxpipe.errors import FxpipeError, InputError, TraceError, told
+from fxpipe.errors import InputError, TraceError
 from fxpipe.extend import option
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value, with_dims
-from fxpipe.log import LOGGER
-from fxpipe.passes.differentiate.differentiate import Wanted
+from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value
+from fxpipe.passes.differentiate.divide import Wanted
 from fxpipe.passes.runner import run_all
-from fxpipe.passes.tracing.attach_loss import LossModule, in_loss
-from fxpipe.passes.tracing.explain import on_values, untraceable
-from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
+from fxpipe.passes.tracing.explain import untraceable
+from fxpipe.passes.tracing.loss_module import LossModule, in_loss
+from fxpipe.passes.tracing.shapes import Dims, shapes_of
 from fxpipe.passes.tracing.tracer import Fallback
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
@@ -143,8 +142,8 @@ class FrontEnd:
         self.fallback = next(filter(None, made), None) or Fallback(options.model)
         self.guard: Guard = option("guard", Guard)(options, self.fallback.called)
         self.reads = Reads()
-        captured = option("any_captured")
-        self._any_size = captured and captured()
+        any_size = option("any_size")
+        self._any_size = any_size and any_size()
         self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, free: Dims = ()) -> Traced:
@@ -160,10 +159,7 @@ class FrontEnd:
                 if source.lacks_memory(error):
                     raise
                 if not stand_ins.found(error):
-                    # without a capture, there are no nodes for calls of a part of the model
-                    if stand_ins.numbers or not self.options.captures:
-                        raise
-                    if not isinstance(error, TraceError):
+                    if stand_ins.numbers or not isinstance(error, TraceError):
                         raise
                     of_loss = in_loss(error.__cause__) and not self.fallback.loss
                     take = self.fallback.take_loss if of_loss else self.fallback.take
@@ -184,94 +180,45 @@ class FrontEnd:
             self.options.model(*args, **kwargs)
 
     def _trace(self, call: Call, free: Dims, stand_ins: StandIns) -> Traced:
-        options, loss, size = self.options, self.options.loss, call.size
+        options, loss, inputs = self.options, self.options.loss, call.batch.inputs
         args, kwargs, targets = call.batch.unflatten(call.leaves)
-        inputs, count = call.batch.inputs, stand_ins.others
-        targets_end = len(call.leaves) - len(call.batch.others)
-        dims, target_dims = call.dims[:inputs], call.dims[inputs:targets_end]
         facts = {
             **vars(options),
             "guard": self.guard,
             "objective": options.objective
             if loss is None
             else replace(options.objective, loss=stand_ins.loss(loss)),
-            "numbers": count,
             "args": args,
             "kwargs": kwargs,
             "targets": targets,
-            "inputs": dict(zip(call.batch.names, call.leaves, strict=True)),
-            "size": size,
+            "size": call.size,
             "is_called": self._is_called,
             "told": self._told,
             "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,
             "given_loss": call.with_loss and loss is not None,
             "returned_loss": call.with_loss and loss is None,
             "fallback": self.fallback,
-            "called_loss": False,
-            "traced_loss": False,
         }
         self.fallback.begin()
-        run_all(passes.of(self.options, "admit"), facts)
-        with (
-            untouched(options.model),
-            put_back(facts["inputs"]),
-            intra_op_threads(options.threads),
-        ):
+        run_all(passes.of(options, "admit"), facts)
+        given = dict(zip(call.batch.names, call.leaves, strict=True))
+        with untouched(options.model), put_back(given), intra_op_threads(options.threads):
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
             with put_back(leaves) as written, stand_ins.inside(options.model):
-                tried = run_all(passes.of(self.options, "try"), facts)
-            output, facts["logged"] = tried["output"], tried.get("logged", ())
+                tried = run_all(passes.of(options, "try"), facts)
             self.guard.calls_loss = self.fallback.loss
             if written:
                 raise TraceError(
                     f"the model writes into its input {written[0]!r}; let it work on a copy "
                     "(x = x.clone()), or out of place (nn.ReLU without inplace=True)"
                 )
-            calls = bool(self.fallback.called or self.fallback.loss)
-            if options.captures or calls:
-                captured = self._captured(call, output, facts, stand_ins, free)
-                if captured is not None:
-                    return captured
-            with stand_ins.inside(options.model):
-                given, named, targets = stand_ins.arguments(call.leaves)
-                more = [()] * count
-                traced = self._traced_model(
-                    given, named, [*dims, *more], [*free[:inputs], *more] if free else (), stand_ins
-                )
-            if free and any(out.dims is None for out in traced.outputs):
-                known = output_dims(options.model, args, kwargs, dims, _flat_outputs(traced), size)
-                traced = traced if known is None else with_dims(traced, known)
-            if call.with_loss and loss is not None:
-                flat, spec = pytree.tree_flatten(taken_apart(output))
-                own = stand_ins.loss(options.objective.with_logged)
-                module = LossModule(own, loss, spec, facts["logged"])
-                tensors = named.get(NUMBERS, ())
-                dims = [*_output_dims(traced, size), *target_dims, *more]
-                free_too = (
-                    [*_free_outputs(traced), *free[inputs:targets_end], *more] if free else ()
-                )
-                loss_args = (*flat, *targets, *tensors)
-                try:
-                    loss_graph = self._traced(module, loss_args, {}, dims, free_too)
-                except TraceError as error:
-                    if stand_ins.numbers or stand_ins.seen:
-                        raise
-                    self.fallback.take_loss(error)
-                    return self._trace(call, free, stand_ins)
-                with self.guard.reading():
-                    module(*loss_args)
-                source.credit(loss_graph.graph, loss)
-                facts |= {"loss": loss_graph, "tensors": dict(module.named_buffers())}
-                facts["traced_loss"] = True
-            facts["traced"] = traced
-            joined: Traced = run_all(passes.of(self.options, "join"), facts)["traced"]
-        return joined
+            facts["logged"] = tried.get("logged", ())
+            return self._captured(call, tried["output"], facts, stand_ins, free)
 
     def _captured(
         self, call: Call, output: Any, facts: dict[str, Any], stand_ins: StandIns, free: Dims
-    ) -> Traced | None:
-        """The graph of the model and its loss with their backward; None if it cannot be captured,
-        and calls no part of the model as it is."""
+    ) -> Traced:
+        """The graph of the model and its loss with their backward."""
         options, loss, fallback = self.options, self.options.loss, self.fallback
         flat, spec = pytree.tree_flatten(taken_apart(output))
         made = None
@@ -316,9 +263,6 @@ class FrontEnd:
             except Exception as error:
                 if source.lacks_memory(error) or isinstance(error, InputError):
                     raise
-                if calls is None and not on_values(error):
-                    LOGGER.info("not captured: %s", told(error))
-                    return None
                 if stand_ins.seen:
                     raise ReadError from error
                 of = made if made is not None and in_loss(error) else options.model
@@ -329,7 +273,7 @@ class FrontEnd:
     def kind(self, call: Call, state: tuple[Any, ...]) -> tuple[Any, ...]:
         """Everything that a trace depends on but sizes, with this state of the guard."""
         # what is captured has the gradients of these inputs
-        wants = call.wants if self.options.captures and not call.with_loss else ()
+        wants = () if call.with_loss else call.wants
         return *state, self.reads.like(call.batch), call.with_loss, wants
 
     def _given(
@@ -350,72 +294,6 @@ class FrontEnd:
     def _is_called(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is called as it is."""
         return name in self.fallback.called
-
-    def _traced_model(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dims: Dims,
-        free: Dims,
-        stand_ins: StandIns,
-    ) -> Traced:
-        """The model's graph."""
-        try:
-            return self._traced(self.options.model, args, kwargs, dims, free)
-        except TraceError as error:
-            if stand_ins.seen:
-                raise ReadError from error
-            raise
-
-    def _traced(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dims: Dims,
-        free: Dims,
-    ) -> Traced:
-        """The graph of the model, or of the loss."""
-        facts = {
-            "model": model,
-            "args": args,
-            "kwargs": kwargs,
-            "dims": dims,
-            "free": free,
-            "called": self.fallback.called.values(),
-        }
-        try:
-            traced: Traced = run_all(passes.of(self.options, "trace"), facts)["traced"]
-        except Exception as error:
-            if source.lacks_memory(error):
-                raise
-            if isinstance(error, FxpipeError):
-                raise
-            # the model itself has run before, so that PyTorch's tracers have failed
-            raise untraceable(model, error) from error
-        collect()
-        return traced
-
-
-def _output_dims(traced: Traced, size: int) -> Dims:
-    """For each flat output its batch dimensions, guessed if the graph does not know them."""
-
-    def dims(out: Any, value: Any) -> tuple[int, ...]:
-        if isinstance(out, Value) and isinstance(value, Tensor):
-            if out.dims is not None:
-                return out.dims  # and compare no symbol with a number, which would then be it
-            return (0,) if value.dim() and value.shape[0] == size else ()
-        return ()
-
-    return [dims(*pair) for pair in zip(traced.outputs, _flat_outputs(traced), strict=True)]
-
-
-def _free_outputs(traced: Traced) -> Dims:
-    """For each flat output the dimensions whose size may change."""
-    return [
-        tuple(dim for dim, size in enumerate(shape or ()) if is_free(size))
-        for shape in shapes_of(_flat_outputs(traced))
-    ]
 
 
 def _flat_outputs(traced: Traced) -> list[Any]:

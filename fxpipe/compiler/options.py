@@ -52,7 +52,6 @@ class Options:
         in_order: whether gradients are added in the order of the replicas on every kind of device.
         decides: the name of what chooses the schedule at the first step, such as "auto", else "";
             ``recipe`` then only says where the stages are.
-        captures: whether a model is captured together with its backward, where it can be.
 
     All others are as in ``fxpipe.compile``.
     """
@@ -80,7 +79,6 @@ class Options:
     bucket_bytes: float = 25 * 2**20
     in_order: bool = False
     decides: str = ""
-    captures: bool = True
 
     @property
     def loss(self) -> Callable[..., Any] | None:

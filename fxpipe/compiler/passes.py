@@ -24,11 +24,8 @@ from fxpipe.compiler.preflight import (
 from fxpipe.errors import PassError, near
 from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule
-from fxpipe.passes.differentiate.differentiate import differentiate
 from fxpipe.passes.differentiate.divide import divide
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.graph.fit import localise_sizes, relay
-from fxpipe.passes.graph.functionalise import functionalise
 from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
@@ -39,11 +36,8 @@ from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure
 from fxpipe.passes.runner import Pass
 from fxpipe.passes.schedule import add_recompute, write_schedule
-from fxpipe.passes.tracing.attach_loss import attach_loss, declare_own_loss
 from fxpipe.passes.tracing.capture import capture
-from fxpipe.passes.tracing.explain import refuse_unheld, refuse_values
 from fxpipe.passes.tracing.loss_graph import note_loss
-from fxpipe.passes.tracing.trace import export
 
 
 def add_reduce(schedule: Schedule) -> Schedule:
@@ -105,22 +99,6 @@ TRY = (
 )
 """Run the model and its loss as they are on a micro-batch, before they are traced."""
 
-TRACE = (
-    Pass(
-        export,
-        "model, args, kwargs, free",
-        "program, accepts",
-    ),
-    Pass(refuse_unheld, "model, program", ""),
-    Pass(
-        functionalise,
-        "program, accepts, model, dims",
-        "traced",
-    ),
-    Pass(refuse_values, "model, traced", ""),
-)
-"""A module and one micro-batch → its graph: first for the model, then separately for the loss."""
-
 CAPTURE = (
     Pass(
         capture,
@@ -137,23 +115,10 @@ CAPTURE = (
 )
 """A model, its loss and one micro-batch → the graph of both with its backward."""
 
-JOIN = (
-    Pass(declare_own_loss, "traced", "traced", when="returned_loss"),
-    Pass(attach_loss, "traced, loss, tensors, logged, numbers", "traced", when="traced_loss"),
-    Pass(seed_randomness, "traced", "traced"),
-)
-"""The graphs of the model and its loss → the one graph that is cut."""
-
 SINGLE = (
     Pass(one_stage, "traced", "assignment"),
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
-    Pass(divide, "plan, traced, state, wanted, functional", "plan", when="captured"),
-    Pass(
-        differentiate,
-        "plan, values, state, wanted, functional",
-        "plan",
-        when="not captured",
-    ),
+    Pass(divide, "plan, traced, state, wanted, functional", "plan"),
     Pass(part_backward, "plan", "plan", when="functional"),
 )
 """The first graph of a model → the plan of one stage that can be measured. Its backward has halves
@@ -183,28 +148,13 @@ PARTITION = (
 FOLLOW = (Pass(place_like, "traced, reference, assignment", "assignment"),)
 """Give a further graph of the model the stages of the first graph."""
 
-FIT = (
-    Pass(relay, "traced, assignment, trained, outputs", "traced, assignment", when="not captured"),
-    Pass(localise_sizes, "traced, assignment", "traced, assignment"),
-)
-"""A graph whose nodes have stages → the same graph, rewritten so that it can be cut."""
-
 PLAN = (
     Pass(cut, "traced, assignment, owners, stage_costs", "plan"),
-    Pass(divide, "plan, traced, state, wanted, functional", "plan", when="captured"),
-    Pass(
-        differentiate,
-        "plan, values, state, wanted, functional",
-        "plan",
-        when="not captured",
-    ),
+    Pass(divide, "plan, traced, state, wanted, functional", "plan"),
     Pass(part_backward, "plan", "plan", when="parted"),
     Pass(_PART, "plan, bucket_bytes", "plan", when="replicated"),
 )
 """A graph → the plan with its kernels."""
-
-SIZE = (Pass(_PART, "plan, bucket_bytes", "plan", when="replicated"),)
-"""The plan for a size that an extension has made of one for any size → the same, in buckets."""
 
 COMPILE = ()
 """A plan → the same plan with other kernels, by extensions: of the stages ``own`` of this process,
@@ -225,16 +175,12 @@ LISTS = {
     "schedule": SCHEDULE,
     "admit": ADMIT,
     "try": TRY,
-    "trace": TRACE,
     "capture": CAPTURE,
-    "join": JOIN,
     "single": SINGLE,
     "measure": MEASURE,
     "partition": PARTITION,
     "follow": FOLLOW,
-    "fit": FIT,
     "plan": PLAN,
-    "size": SIZE,
     "compile": COMPILE,
     "devices": DEVICES,
     "program": PROGRAM,

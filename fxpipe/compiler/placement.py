@@ -228,7 +228,6 @@ class Placement:
             "plan": None,
             "owners": {},
             "stage_costs": {},
-            **facts["traced"].kind,
             "whole": self._options.whole and not self._options.apart,
             "functional": self._parted,
             "threads": self._options.threads,

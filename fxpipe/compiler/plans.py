@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
-from fxpipe.passes.tracing.trace import Shapes
+from fxpipe.passes.tracing.shapes import Shapes
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
 
 Compare = Callable[[Call, Traced, Plan], bool]
@@ -42,10 +42,10 @@ class Graph:
 class Plans:
     """The plans of a model: one for each kind of call and size of micro-batch.
 
-    As long as all micro-batches of a kind of call have the same shapes, its graph is traced for
-    these only, which takes a half to a quarter of the time. Other shapes share one graph, for any
-    size of the batch and of the dimensions that have changed, and one plan with symbols for these
-    sizes. If the model does not hold for any, each size of these dimensions has its own graph.
+    As long as all micro-batches of a kind of call have the same shapes, its graph is captured for
+    these only, which takes a third of the time. For other shapes it is captured for any size of the
+    batch and of the dimensions that have changed, and the sizes of a call are put in. If the model
+    does not hold for any, each size of these dimensions has its own graph.
 
     Attributes:
         front_end: traces the model.
@@ -71,8 +71,6 @@ class Plans:
         self._rigid: dict[Any, frozenset[tuple[int, int]]] = {}
         self._dims: dict[Any, Sequence[tuple[int, ...]] | None] = {}
         self._plans: dict[Any, Plan] = {}
-        # a kind of call → what an extension keeps of its plan for any size
-        self._sizeless: dict[Any, Any] = {}
         self._placed_plans: dict[Any, tuple[Traced, Plan]] = {}
         self._checked: set[tuple[int, bool, bool]] = set()
         self._traced: dict[Any, Traced] = {}
@@ -113,7 +111,6 @@ class Plans:
         for results in (
             self.graphs,
             self._plans,
-            self._sizeless,
             self._placed_plans,
             self._checked,
         ):
@@ -127,7 +124,6 @@ class Plans:
         of = {key[:-1] for key in self._placed_plans}
         self._plans = {k: plan for k, plan in self._plans.items() if k in of}
         self.graphs = {k: graph for k, graph in self.graphs.items() if id(graph.traced) in traced}
-        self._sizeless = {k: v for k, v in self._sizeless.items() if k[:2] in self.graphs}
         wholes = traced | {id(graph.of) for graph in kept_graphs}
         self._checked = {each for each in self._checked if each[0] in wholes}
         self._traced = {
@@ -178,50 +174,24 @@ class Plans:
         graph = self._graph(call)
         key = self._plan_key(call)
         if key not in self._plans:
-            self._plans[key] = self._sized(graph, call) or self.differentiated(graph, call)
+            self._plans[key] = self.differentiated(graph.traced, graph.assignment, call)
         return graph.traced, self._plans[key]
 
-    def _sized(self, graph: Graph, call: Call) -> Plan | None:
-        """The plan for the sizes of this call, from a plan for any, if an extension has one."""
-        kind = self._graph_key(call)
-        if graph.traced.calls or kind[-1] is not None:
-            return None
-        if (sized := option("any_size")) is None:
-            return None
-        plan = sized(
-            self._sizeless,
-            (kind, graph.call.shapes, call.purpose, call.wants, call.parted),
-            graph.traced,
-            call,
-            lambda named: self.differentiated(graph, named, sizeless=True),
-        )
-        facts = {
-            "plan": plan,
-            "replicated": self._replicated(call),
-            "bucket_bytes": self.options.bucket_bytes,
-        }
-        made: Plan | None = plan and run_all(passes.of(self.options, "size"), facts)["plan"]
-        return made
-
-    def _replicated(self, call: Call) -> bool:
-        return self.options.replicas > 1 and call.purpose != "infer"
-
-    def differentiated(self, graph: Graph, call: Call, *, sizeless: bool = False) -> Plan:
-        """The plan of a graph, with its kernels; in buckets unless it is for any size."""
+    def differentiated(self, traced: Traced, assignment: Assignment, call: Call) -> Plan:
+        """The plan of a graph, with its kernels."""
         options = self.options
-        replicated = self._replicated(call)
+        replicated = options.replicas > 1 and call.purpose != "infer"
         facts = {
-            **call.facts(graph.traced, options.model),
-            "assignment": graph.assignment,
+            **call.facts(traced, options.model),
+            "assignment": assignment,
             "owners": self.placement.owners,
             "stage_costs": self.placement.costs,
             "parted": call.parted,
             "functional": call.parted or replicated,
-            "replicated": replicated and not sizeless,
-            **graph.traced.kind,
+            "replicated": replicated,
             "bucket_bytes": options.bucket_bytes,
         }
-        self._count((call.purpose, call.wants, call.parted), graph.traced)
+        self._count((call.purpose, call.wants, call.parted), traced)
         with untouched(options.model), intra_op_threads(options.threads):
             plan: Plan = run_all(passes.of(self.options, "plan"), facts)["plan"]
         return plan
@@ -265,26 +235,9 @@ class Plans:
             facts, call.schedule.microbatches, call.size, step=call.purpose == "step"
         )
         key = *self._kind(call), key[-1]  # tracing may have found what that depends on
-        graph = self.graphs[key, shapes] = self.relayed(call, traced, assignment)
+        graph = self.graphs[key, shapes] = Graph(traced, assignment, call.without_data())
         self._first.setdefault(self._class(call), key[-1])
         return graph
-
-    def relayed(self, call: Call, traced: Traced, assignment: Assignment) -> Graph:
-        """A graph whose nodes have stages, fit to be cut."""
-        # a call without gradients uses the graph that was made for gradients
-        wanted = replace(call, purpose="step" if call.with_loss else "call").wanted(traced)
-        state = traced.state_of(self.options.model)
-        trained = {a.name for a in traced.parameters if state[a.target].requires_grad}
-        trained |= {name for name in traced.inputs if name is not None and wanted.inputs}
-        facts = {
-            "traced": traced,
-            "assignment": assignment,
-            "trained": trained,
-            "outputs": wanted.outputs,
-            **traced.kind,
-        }
-        fit = run_all(passes.of(self.options, "fit"), facts)
-        return Graph(fit["traced"], fit["assignment"], call.without_data())
 
     def trace(self, call: Call) -> Traced:
         """The graph of a call, which may be that of an earlier one."""

@@ -24,7 +24,7 @@ from fxpipe.compiler.objective import Objective, apart
 from fxpipe.errors import InputError, TraceError, told, way_out
 from fxpipe.formatting import plural
 from fxpipe.log import LOGGER
-from fxpipe.passes.tracing.attach_loss import own_loss
+from fxpipe.passes.tracing.loss_module import own_loss
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached, taken_apart
 from fxpipe.torchtools.state import attributes_kept, hooked, same_sizes, tried

@@ -9,7 +9,8 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import TraceError
-from fxpipe.passes.tracing.explain import CONTROL_FLOW
+
+_CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 
 
 class Draws(TorchDispatchMode):
@@ -29,7 +30,7 @@ class Draws(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if isinstance(func, HigherOrderOperator):
-            if func.name() in CONTROL_FLOW:  # threads that trace see each other's unfinished state
+            if func.name() in _CONTROL_FLOW:  # threads that trace see each other's unfinished state
                 raise TraceError(
                     f"a module that is called as it is calls torch's own {func.name()!r}, which "
                     "PyTorch traces anew in every step; write an if or a loop of Python instead"

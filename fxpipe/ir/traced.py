@@ -30,6 +30,14 @@ AUTOCAST = "fxpipe.autocast"
 """Metadata key of a node: the ``Autocasts`` in which the model runs it, if any."""
 
 
+ORIGIN = "fxpipe.origin"
+"""Metadata key of a node of the backward: the node of the forward whose gradient it has a part in,
+or None; in kernels, of each node's ``custom`` metadata."""
+
+BYTES = "fxpipe.bytes"
+"""Metadata key of a node of a stage's graph: the bytes of its value."""
+
+
 @dataclass(frozen=True)
 class DeferredNorm:
     """One call of a BatchNorm, whose running statistics are updated once per step.
@@ -88,11 +96,13 @@ class WholeBackward:
         graph: the graph. No name of its nodes is one of the traced graph, but for these values.
         given: output of the traced graph → the placeholder of its gradient.
         gradients: parameter or input of the traced graph → the value that is its gradient.
+        lacks: why the traced graph has no gradients, if it cannot be differentiated.
     """
 
     graph: fx.Graph
     given: Mapping[str, str]
     gradients: Mapping[str, str]
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class Traced:
         loss: the name of the loss value, if a loss is part of the graph.
         logged: name → the name of the value, for numbers that the loss returns beside it.
         deferred: the calls of BatchNorm whose statistics are updated at the end of the step.
-        backward: its backward, if it was captured with it; else each stage is differentiated.
+        backward: its backward; None before a backward is divided among stages.
         of: the graph for any size in which sizes were put, if it is made so.
     """
 
@@ -167,12 +177,6 @@ class Traced:
             return frozenset()
         names = {node.name for node in self.backward.graph.find_nodes(op="placeholder")}
         return frozenset(names.difference(self.backward.given.values()))
-
-    @property
-    def kind(self) -> dict[str, bool]:
-        """How its gradients are found: by a backward that was captured with it, or else by graphs
-        that are made of each stage."""
-        return {"captured": self.backward is not None}
 
     def state_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Name → the model's parameter or buffer of that name, or the lifted constant."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,16 +73,6 @@ def detached(value: Any) -> Any:
     if not any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in leaves):
         return value
     return together(pytree.tree_map_only(Tensor, Tensor.detach, leaves), spec)
-
-
-@contextmanager
-def returning_parts(model: nn.Module) -> Iterator[None]:
-    """Let the model return ``taken_apart(output)`` inside the block."""
-    hook = model.register_forward_hook(lambda module, args, output: taken_apart(output))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 class _Walk:

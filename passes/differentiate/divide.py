@@ -13,7 +13,7 @@ another's reads goes along an edge of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,15 +22,28 @@ from torch import Tensor, fx
 from fxpipe.errors import TraceError
 from fxpipe.ir.called import Called
 from fxpipe.ir.plan import Plan, Stage, ValueSpec
-from fxpipe.ir.traced import Traced, WholeBackward
+from fxpipe.ir.traced import BYTES, ORIGIN, Traced, WholeBackward
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.differentiate import Wanted
 from fxpipe.passes.differentiate.extract import created
-from fxpipe.passes.differentiate.joint import BYTES, FITTED, ORIGIN
+from fxpipe.passes.differentiate.fitted import FITTED
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools.pytrees import bytes_of
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The gradients that a step needs.
+
+    Attributes:
+        outputs: the returned values whose gradients the caller gives: the loss, or all outputs of a
+            differentiable call.
+        inputs: whether the gradients of inputs that require them are returned to the caller.
+    """
+
+    outputs: frozenset[str] = frozenset()
+    inputs: bool = False
 
 
 def divide(
@@ -50,9 +63,15 @@ def divide(
         functional: whether kernels keep their functional backward, for passes that split it.
 
     Raises:
-        TraceError: a parameter's gradient is sparse, or is made before the stage that owns it.
+        TraceError: the graph cannot be differentiated, a parameter's gradient is sparse, or it is
+            made before the stage that owns it.
     """
     assert traced.backward is not None
+    if wanted.outputs and traced.backward.lacks:
+        raise TraceError(
+            f"the model has no gradients ({traced.backward.lacks}); call it under "
+            "torch.no_grad(), or give the operation a derivative"
+        )
     return _Division(plan, traced, traced.backward, state, wanted).plan_of(functional)
 
 
@@ -165,10 +184,43 @@ class _Division:
         stages = [self._completed(stage, plan) for stage in plan.stages]
         plan = replace(plan, stages=tuple(stages), specs=self._specs(plan))
         kernels = [self._kernel(stage, plan, functional) for stage in stages]
+        made = tuple(replace(s, kernel=k) for s, k in zip(stages, kernels, strict=True))
+        return self._named(replace(plan, stages=made))
+
+    def _named(self, plan: Plan) -> Plan:
+        """The plan with a name for each value that one backward makes and another reads: that of a
+        value of the forward, as the nodes of backwards may have other names for other sizes."""
+        taken, names = {*self.nodes, *self.back}, dict[str, str]()
+        for value in dict.fromkeys(edge.value for edge in plan.gradients):
+            if value in self.stage_of:
+                stem = name = f"{self._of(self.back[value])}_grad"
+                count = 1
+                while name in taken:
+                    count += 1
+                    name = f"{stem}_{count}"
+                taken.add(name)
+                names[value] = name
         return replace(
             plan,
-            stages=tuple(replace(s, kernel=k) for s, k in zip(stages, kernels, strict=True)),
+            gradients=tuple(
+                replace(edge, value=names.get(edge.value, edge.value)) for edge in plan.gradients
+            ),
+            specs={names.get(value, value): spec for value, spec in plan.specs.items()},
         )
+
+    def _of(self, node: fx.Node) -> str:
+        """The parameter whose gradient a node of the backward is or has a part in, or else the
+        operation of another stage that goes on with it."""
+        of = {value: source for source, value in self.results.items()}
+        sums = [node]
+        for each in sums:  # of the parts of a gradient
+            if each.name in of:
+                return of[each.name]
+            sums += [user for user in each.users if user.meta.get(ORIGIN) is None]
+        here = self.stage_of[node.name]
+        readers = [user for user in node.users if self.stage_of.get(user.name, here) != here]
+        origins = [user.meta.get(ORIGIN) for user in (*readers, *node.users, node)]
+        return next((name for name in origins if name is not None), "value")
 
     def _completed(self, stage: Stage, plan: Plan) -> Stage:
         """The stage with placeholders for what only its backward reads, and results for what only

@@ -36,7 +36,7 @@ from torch._ops import OpOverload
 
 from fxpipe.ir.called import Called
 from fxpipe.kernels.graph import onto
-from fxpipe.passes.graph.aliasing import IN_PLACE, fits_both_formats, may_alias, same_layout
+from fxpipe.passes.graph.aliasing import fits_both_formats, may_alias, same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import is_part
 
@@ -211,23 +211,15 @@ def reuse(graph: fx.Graph, backward: bool = False) -> int:
             others = [owner[other] for other in node.all_input_nodes if other is not operand]
             dies = death.get(operand) == order[node] and operand not in others
             if dies and operand in fresh and same_layout(operand, node):
-                if fits_both_formats(node) and not _is_in_place(node, operand, backward):
+                # as autograd adds up gradients of a value in the memory of the first
+                adds = backward and node.target is torch.ops.aten.add.Tensor
+                if fits_both_formats(node) and not (adds and node.args[0] is operand):
                     continue
                 if _write_over(node, operand):
                     changed += 1
                     break
     graph.lint()
     return changed
-
-
-def _is_in_place(node: fx.Node, operand: fx.Node, backward: bool) -> bool:
-    """Whether PyTorch writes the operation's result over the operand: where the model says so, or
-    autograd adds up gradients of a value in the memory of the first."""
-    if not node.args or node.args[0] is not operand:
-        return False
-    if backward:
-        return node.target is torch.ops.aten.add.Tensor
-    return bool(node.meta.get("custom", {}).get(IN_PLACE))
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -114,8 +114,7 @@ def _narrow_places(graph: fx.Graph, early: set[fx.Node]) -> list[fx.Node]:
         if any(reader.target is not backward for reader in readers):
             continue
         plane = pool.args[0].meta["val"].shape[-dims:]
-        places = prod(plane) if all(isinstance(size, int) for size in plane) else 2**31
-        dtype = next(each for each in _INTEGERS if places - 1 <= torch.iinfo(each).max)
+        dtype = next(each for each in _INTEGERS if prod(plane) - 1 <= torch.iinfo(each).max)
         value = node.meta["val"]
         with graph.inserting_after(node):
             narrow = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})

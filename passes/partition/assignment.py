@@ -125,7 +125,7 @@ def in_order(traced: Traced) -> list[fx.Node]:
     dtype. No cut should fall between it and its first use.
     """
     waiting: set[fx.Node] = set()
-    constant = _constant(traced)
+    constant = constants(traced)
     ordered: list[fx.Node] = []
 
     def place(node: fx.Node) -> None:
@@ -144,7 +144,7 @@ def in_order(traced: Traced) -> list[fx.Node]:
     return ordered
 
 
-def _constant(traced: Traced) -> set[fx.Node]:
+def constants(traced: Traced) -> set[fx.Node]:
     """The nodes that depend on no input of the call."""
     held = {argument.name for argument in (*traced.parameters, *traced.buffers)}
     nodes: set[fx.Node] = set()
@@ -184,7 +184,7 @@ def bonds(traced: Traced, nodes: Sequence[fx.Node]) -> Iterator[Bond]:
         shared = {*one.all_input_nodes} & {*two.all_input_nodes}
         if function.parts & other.parts and any(node.name in held for node in shared):
             yield Bond([one, two], f"the calls of {function.name!r}")
-    constant = _constant(traced)
+    constant = constants(traced)
     calls: dict[tuple[str, ...], fx.Node] = {}
     for node in nodes:
         if node not in constant and (paths := module_paths(node)):

@@ -26,9 +26,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.ir.called import Called
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import Traced
+from fxpipe.ir.traced import BYTES, ORIGIN, Traced
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.joint import BYTES, ORIGIN
 from fxpipe.torchtools.accelerator import timed_event
 from fxpipe.torchtools.meta import Scratch
 

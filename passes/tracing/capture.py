@@ -14,7 +14,8 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from torch.autograd.function import FunctionCtx
 from torch.fx import traceback as fx_traceback
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import FxpipeError
+from fxpipe.errors import FxpipeError, told
 from fxpipe.ir.traced import NUMBERS, Traced
-from fxpipe.passes.tracing.attach_loss import LossModule, own_loss
 from fxpipe.passes.tracing.capturing import capturing
 from fxpipe.passes.tracing.explain import BackwardError
 from fxpipe.passes.tracing.halves import Halves
+from fxpipe.passes.tracing.loss_module import LossModule, own_loss
 from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools.pytrees import taken_apart, together
 from fxpipe.torchtools.state import attributes_kept
@@ -77,6 +78,12 @@ def capture(
             raise
         except Exception as error:
             errors.append(error)
+    if not step and calls is None:
+        with suppress(Exception), attributes_kept(model), torch.no_grad():
+            traced = _captured(whole, names, as_export=False)
+            assert traced.backward is not None
+            lacks = told(errors[0]).splitlines()[0]
+            return replace(traced, backward=replace(traced.backward, lacks=lacks))
     raise errors[-1] from errors[0]
 
 
@@ -101,7 +108,8 @@ def _captured(whole: Whole, names: Sequence[str], as_export: bool) -> Traced:
                         raise BackwardError(error, around) from error
                     raise
         except AssertionError as error:
-            raise RuntimeError(str(error) or "an assertion of PyTorch's") from error
+            words = str(error) or "an assertion of PyTorch's"
+            raise RuntimeError(words).with_traceback(error.__traceback__) from error
     return Halves(joint.graph_module, whole, names).traced()
 
 
@@ -121,6 +129,8 @@ class Whole(nn.Module):
         state: name of a parameter or buffer of this module → its name in the model.
         outputs: the flat outputs of the model in its last run.
         spec: how these nest.
+        copied: which of its own tensors are copies of what the model or the loss returns, each of
+            which so gets a gradient of its own, even if it is a view of another.
     """
 
     def __init__(
@@ -151,6 +161,7 @@ class Whole(nn.Module):
         for name, buffer in [] if loss is None else loss.named_buffers():
             self._hold(f"b_loss_{name}", f"loss:{name}", buffer)
         self.outputs: list[Any] = []
+        self.copied = range(0)
         self._calls: list[tuple[str, int, int]] = []
         self.spec = pytree.tree_structure(())
 
@@ -198,8 +209,10 @@ class Whole(nn.Module):
             found = (mine,)
         outputs = [x for x in self.outputs if isinstance(x, Tensor)]
         if self._step:
-            outputs = [x.detach() for x in outputs]
-        return (*outputs, *found)
+            self.copied = range(len(outputs), len(outputs) + len(found))
+            return (*(x.detach() for x in outputs), *(x.clone() for x in found))
+        self.copied = range(len(outputs))
+        return tuple(x.clone() for x in outputs)
 
     def differentiated(self, error: BaseException) -> list[str]:
         """The submodules in the backward of whose own functions an exception was raised, outermost

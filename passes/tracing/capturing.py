@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, sym_int
 from torch._functorch import config as functorch
+from torch._subclasses import fake_impls
+from torch.distributions import Distribution
+from torch.nn.modules import transformer
+from torch.overrides import TorchFunctionMode
 
-from fxpipe.passes.tracing.trace import DataDetached, distributions_unchecked, masks_unread
+from fxpipe.errors import TraceError, way_out
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import checkpoints_opened
 
 aten = torch.ops.aten
+
+_DATA: Any = torch.Tensor.data
 
 
 @contextmanager
@@ -141,3 +147,82 @@ def _resized(operation: Any, x: Tensor, size: Any, *options: Any) -> Tensor:
 
 
 _WRITTEN = {torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd}
+
+
+@contextmanager
+def _nothing_equal() -> Iterator[None]:
+    """Inside, tensors without data are not equal: istft looks for gaps in its windows by ``equal``,
+    and there was none in the model's own run."""
+    known: dict[Any, Any] = fake_impls.op_implementations_dict
+    known[aten.equal.default] = lambda mode, func, *args: False
+    try:
+        yield
+    finally:
+        del known[aten.equal.default]
+
+
+class DataDetached(TorchFunctionMode):
+    """Inside, trace ``tensor.data`` as ``tensor.detach()``: no trace sees ``.data``. And ``istft``
+    finds no gaps.
+
+    On exit, refuse writes into such a tensor: autograd does not notice them in the model, but would
+    notice them in the graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: list[tuple[Tensor, int, str]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.istft, Tensor.istft):
+            with _nothing_equal():
+                return func(*args, **(kwargs or {}))
+        if func not in (_DATA.__get__, _DATA.__set__):
+            return func(*args, **(kwargs or {}))
+        frame = sys._getframe(source.users_level() - 1)
+        where = source.of_frame(frame, frame.f_lineno)
+        if func == _DATA.__set__ and where:
+            raise _unseen(where)
+        if args[0].requires_grad:
+            self._read.append((args[0], args[0]._version, where))
+        return args[0].detach() if func == _DATA.__get__ else func(*args)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        for tensor, version, where in self._read:
+            if tensor._version != version:
+                raise _unseen(where) from error
+
+
+def _unseen(where: str) -> TraceError:
+    return TraceError(
+        f"the model writes into the .data of a tensor, or into the tensor after that, at {where}, "
+        "which no graph can hold; write under torch.no_grad() into a buffer, or work on a copy "
+        f"(x = x.clone()); clamp weights where their optimizer has stepped; or {way_out('')}"
+    )
+
+
+@contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Inside, ``torch.distributions`` do not validate their arguments: a trace has no values."""
+    validate = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(validate)
+
+
+@contextmanager
+def masks_unread() -> Iterator[None]:
+    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply attention masks without
+    comparing their values with a causal mask, which would choose a faster kernel with the same
+    result."""
+    detect = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = detect

@@ -5,16 +5,11 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Sequence
-from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
-from torch.export import ExportedProgram
+from torch import fx, nn
 
 from fxpipe.errors import TraceError, told, way_out
-from fxpipe.ir.traced import Traced
 from fxpipe.torchtools import source
 
 aten = torch.ops.aten
@@ -36,13 +31,6 @@ _CONSTRUCTS: Sequence[tuple[str, str, str]] = (
 )
 """Pattern of a line whose outcome depends on values → what it is called, and the cure."""
 
-_SHAPED_BY_VALUES = frozenset(
-    (
-        *(aten.bincount.default, aten.masked_select.default, aten.nonzero.default),
-        *(aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default),
-    )
-)
-CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 _ON_VALUES = (
     "DataDependent",
     "data-dependent",
@@ -83,9 +71,9 @@ def untraceable(model: nn.Module, error: Exception) -> TraceError:
     elif any(word in whole for word in _OUTSIDE):
         construct, cure = _construct(where)
         reason = f"{construct}: {summary[:200]}"
-    elif "constraint" in whole:
-        reason = "it holds for one size only"
-        cure = "make that line independent of the size, or give inputs of one size"
+    elif "mutating a non-functional tensor" in whole:
+        reason = "it writes into a tensor that is no buffer of the model"
+        cure = "register it (register_buffer), and write the buffer in place"
     else:
         reason, cure = summary[:300], "rewrite that line"
     return _error(model, where, reason, cure, around or called(model, error))
@@ -94,80 +82,6 @@ def untraceable(model: nn.Module, error: Exception) -> TraceError:
 def on_values(error: Exception) -> bool:
     """Whether a tracer has failed as what the model computes depends on the values of a tensor."""
     return any(word in told(error) for word in _ON_VALUES)
-
-
-def refuse_values(model: nn.Module, traced: Traced) -> None:
-    """Check that no operation of a graph gives a number or shape that depends on tensors' values.
-
-    Raises:
-        TraceError: an operation does; names its line.
-    """
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # slow to import
-
-    free = {node: free_unbacked_symbols(node.meta.get("val")) for node in traced.graph.nodes}
-    node = next((n for n in free if free[n] or _has_shape_of_values(n)), None)
-    if node is not None:
-        where = source.of_node(node)
-        construct, cure = _construct(where)
-        reason = f"{construct}: what it computes depends on the values of a tensor"
-        # a module that is called must contain all nodes that depend on the same number or shape
-        dependent = [_paths(other) for other in free if free[other] & free[node]]
-        around = [path for path in _paths(node) if all(path in paths for paths in dependent)]
-        raise _error(model, where, reason, cure, around)
-
-
-def _has_shape_of_values(node: fx.Node) -> bool:
-    """Whether the shape of an operation's result, or of its gradient, depends on values.
-
-    The result may have a plain shape: the exporter can infer one from later operations.
-    """
-    args: Any = node.args
-    written = node.target is aten.index_put.default
-    if node.target is aten.index.Tensor or (written and _is_trained(args[2])):
-        indices = [index.meta["val"] for index in args[1] if index is not None]
-        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return node.target in _SHAPED_BY_VALUES
-
-
-def _is_trained(node: fx.Node) -> bool:
-    """Whether a value depends on a trained parameter."""
-    seen, todo = {node}, [node]
-    while todo:
-        new = [source for source in todo.pop().all_input_nodes if source not in seen]
-        seen.update(new)
-        todo += new
-    return any(n.op == "placeholder" and n.meta["val"].requires_grad for n in seen)
-
-
-def refuse_unheld(model: nn.Module, program: ExportedProgram) -> None:
-    """Check that no line of a program, also inside of ``no_grad`` regions, makes a sparse tensor,
-    which would have no entries in a trace, calls ``torch.cond`` or the like, or writes where its
-    graph does not say so.
-
-    Raises:
-        TraceError: a line does so; names it.
-    """
-    regions = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    for node in chain.from_iterable(region.graph.nodes for region in regions):
-        value, target = node.meta.get("val"), node.target
-        if isinstance(target, HigherOrderOperator) and target.name() in CONTROL_FLOW:
-            what = f"control flow of torch's own, {target.name().removesuffix('_impl')}"
-            cure = "choose with torch.where, or write a Python loop of a fixed number of turns"
-        elif target is aten.instance_norm.default and node.args[3] is not None and node.args[5]:
-            what = "a write to an InstanceNorm's statistics"  # of which its schema says nothing
-            cure = "normalise without them (track_running_stats=False)"
-        elif isinstance(value, Tensor) and value.layout is not torch.strided:
-            what = "a sparse tensor"
-            cure = "make it dense (to_dense()), or put the line into a submodule of its own"
-        else:
-            continue
-        reason = f"{what}, which no stage's graph can hold"
-        raise _error(model, source.of_node(node), reason, cure, _paths(node))
-
-
-def at_node(message: str, node: fx.Node, reason: str) -> TraceError:
-    """A TraceError that names the line of a node."""
-    return TraceError(message, f"{source.of_node(node)} ({reason})", _paths(node))
 
 
 def called(model: nn.Module, error: BaseException) -> list[str]:

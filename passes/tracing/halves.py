@@ -10,6 +10,7 @@ Its nodes get names that graphs for other sizes have, too.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ from torch import Tensor, fx, nn
 
 from fxpipe.errors import TraceError
 from fxpipe.ir.plan import Argument, Write
-from fxpipe.ir.traced import Literal, Traced, Value, WholeBackward
-from fxpipe.passes.differentiate.joint import ORIGIN
+from fxpipe.ir.traced import ORIGIN, Literal, Traced, Value, WholeBackward
 from fxpipe.passes.graph.aliasing import same_layout
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.graph.unread import drop_unread
-from fxpipe.passes.tracing.trace import shapes_of
+from fxpipe.passes.tracing.shapes import shapes_of
+from fxpipe.torchtools import source
 
 if TYPE_CHECKING:
     from fxpipe.passes.tracing.capture import Whole
@@ -46,9 +47,11 @@ class Halves:
         self.inputs: list[str | None] = [None] * len(whole.leaves)
         self.tangents: dict[int, str] = {}  # number of an output → the name of its gradient
         self.origins: dict[Any, fx.Node] = {}  # sequence number → the first node of the forward
+        self.ends = set[fx.Node]()  # what the graph returns
 
     def traced(self) -> Traced:
         graph = self.module.graph
+        self.ends.update(graph.output_node().all_input_nodes)
         holders = graph.find_nodes(op="placeholder")
         for node in holders:
             self._placeholder(node)
@@ -94,7 +97,11 @@ class Halves:
     def _constant(self, node: fx.Node) -> None:
         tensor = getattr(self.module, str(node.target), None)
         if not isinstance(tensor, Tensor):
-            raise TraceError(f"the model calls a function of graphs ({node.target})")
+            called = next(iter(node.users), node)
+            raise TraceError(
+                f"the model calls torch's own {called.target} at {source.of_node(called)}, which "
+                "no graph of a stage can hold; write an if or a loop of Python instead"
+            )
         first = next(iter(self.forward.nodes))
         with self.forward.inserting_before(first):
             copy = self._input(node, f"c_{_identifier(str(node.target)).lstrip('_')}")
@@ -117,8 +124,9 @@ class Halves:
         if node.target is aten.copy.default and same_layout(source, written):
             source = written
             node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
-        if not back and self._is_idle(node):
-            self.copies[node] = self.copies[source]
+        if self._is_idle(node):
+            holder = self.late if back else self.copies
+            holder[node] = holder[source]
             return
         graph = self.back if back else self.forward
         of = self._read if back else self.copies.__getitem__
@@ -145,15 +153,20 @@ class Halves:
             self.origins.setdefault(number, copy)
 
     def _is_idle(self, node: fx.Node) -> bool:
-        """Whether a node is a needless copy of another's value, as dropout with p = 0 leaves it."""
+        """Whether a node is a needless copy of another's value, as dropout with p = 0 leaves it, or
+        a slice that is the whole of it, as ``x[:, 1]`` leaves where sizes are symbols."""
         source: Any = node.args[0] if node.args else None
-        return (
-            node.target is aten.clone.default
-            and source in self.copies
-            and self.copies[source].op == "call_function"
-            and not any(user.op == "output" for user in node.users)
-            and same_layout(node, source)
-        )
+        match node.target:
+            case aten.clone.default:
+                idle = source in self.copies and self.copies[source].op == "call_function"
+            case aten.slice.Tensor:
+                idle = source in self.copies and node.args[2:] == (0, sys.maxsize)
+            case aten.slice_backward.default:
+                idle = source in self.late and node.args[3:] == (0, sys.maxsize, 1)
+            case _:
+                return False
+        ends = any(user.op == "output" or user in self.ends for user in node.users)
+        return idle and not ends and same_layout(node, source)
 
     def _read(self, node: fx.Node) -> fx.Node:
         """What a node of the backward reads: of the forward by its name."""
@@ -185,7 +198,8 @@ class Halves:
                 case d.InputMutationAOTOutput(mutated_input=written):
                     raise self._writes(written)
                 case d.PlainAOTOutput(idx=index):
-                    plain[index] = self.copies[node]
+                    value = node.args[0] if index in self.whole.copied else node
+                    plain[index] = self.copies[value]
                 case d.GradAOTOutput(grad_of=of):
                     if not isinstance(node, fx.Node):
                         continue
@@ -273,7 +287,9 @@ class Halves:
         """That the model writes into a parameter, with the submodule that has it, or an input."""
         name = self.whole.state.get(getattr(written, "target", ""))
         if name is None:
-            return TraceError("the model writes into its input; let it work on a copy")
+            return TraceError(
+                "the model writes into its input; let it work on a copy (x = x.clone())"
+            )
         path = name.split(".")[:-1]
         return TraceError(
             f"the model writes into its parameter {name!r} while it runs, as an embedding with "

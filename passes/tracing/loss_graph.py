@@ -16,8 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH, LossModule
+from fxpipe.passes.tracing.loss_module import LossModule
 from fxpipe.torchtools import source
+
+LOSS_GRAPH = "fxpipe.loss_graph"
+"""Key of the loss node's metadata: a graph of the loss for analysis, which never runs, and the
+input that each of its placeholders stands for, or None."""
 
 
 def note_loss(

@@ -53,7 +53,6 @@ DEFAULT = (
     "fxpipe.extensions.any_size",
     "fxpipe.extensions.coupled_updates",
     "fxpipe.extensions.exact_cut",
-    "fxpipe.extensions.fast_trace",
     "fxpipe.extensions.leaf_modules",
     "fxpipe.extensions.loss_weight",
     "fxpipe.extensions.model_check",

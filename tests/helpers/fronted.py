@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -17,21 +18,32 @@ from fxpipe.errors import PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import SEED, Literal, Traced, Value
 from fxpipe.ir.value import HOST, gradient_groups, outputs_of
-from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
-from fxpipe.passes.graph.fit import localise_sizes
-from fxpipe.passes.graph.functionalise import functionalise
+from fxpipe.passes.differentiate.divide import Wanted, divide
 from fxpipe.passes.graph.randomness import seed_randomness
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, first_readers
 from fxpipe.passes.partition.balance import balance
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.tracing.trace import accepts, trace
+from fxpipe.passes.tracing.capture import capture
+from fxpipe.passes.tracing.explain import untraceable
 
 
 def front_end(model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
-    """The model's functional graph, seeded; the first tensor says the batch size."""
-    program = trace(model, args, kwargs, rows_of(_rows((args, kwargs)), args, kwargs))
-    return seed_randomness(functionalise(program, accepts(program, args, kwargs)))
+    """The model's graph with its backward, seeded; inputs that require a gradient get one."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    known = [*inspect.signature(model.forward).parameters]
+    of = [*zip(known, args, strict=False), *kwargs.items()]
+    given = [(name, len(pytree.tree_leaves(value))) for name, value in of]
+    names = [
+        name if count == 1 else f"{name}_{index}" for name, count in given for index in range(count)
+    ]
+    names += [f"more_{index}" for index in range(len(leaves) - len(names))]
+    wants = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+    try:
+        traced = capture(model, None, args, kwargs, (), (), names, wants, step=False)
+    except Exception as error:
+        raise untraceable(model, error) from error
+    return seed_randomness(traced)
 
 
 def rows_of(size: int, *inputs: Any) -> list[tuple[int, ...]]:
@@ -100,12 +112,9 @@ def differentiated(
     **kwargs: Any,
 ) -> Plan:
     """The plan with kernels; every output gets a gradient."""
-    parts, assignment = localise_sizes(traced, assignment)
-    plan = cut(parts, assignment, first_readers(parts, assignment)).verify()
+    plan = cut(traced, assignment, first_readers(traced, assignment)).verify()
     outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
-    values = values_of(traced, *args, **kwargs)
-    state = traced.state_of(model)
-    return differentiate(plan, values, state, Wanted(outputs, inputs)).verify()
+    return divide(plan, traced, traced.state_of(model), Wanted(outputs, inputs)).verify()
 
 
 class Answer:

@@ -147,6 +147,7 @@ def parted(
     model: nn.Module, x: Tensor, stages: int = 1, *, inputs: bool = False
 ) -> tuple[Stage, ...]:
     """The stages of a model, compared and parted."""
+    x = x if inputs else x.detach()
     traced = front_end(model, x)
     assignment = in_stages(traced, stages)
     plan = differentiated(model, traced, assignment, x, inputs=inputs)

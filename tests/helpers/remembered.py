@@ -27,10 +27,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.runner import Pass, run_all
 
-LISTS = (
-    *(passes.CAPTURE, passes.TRACE, passes.JOIN, passes.SINGLE, passes.MEASURE, passes.FIT),
-    passes.PLAN,
-)
+LISTS = (passes.CAPTURE, passes.SINGLE, passes.MEASURE, passes.PLAN)
 
 PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, type, range, slice),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-import fxpipe.passes.tracing.trace
 from tests.oracles import loop
 
 

@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 from fxpipe.extensions.inductor.library import Draw, Indices, TensorLayout, Wiring
 from fxpipe.kernels.graph import onto
 from fxpipe.passes.differentiate.extract import results
-from fxpipe.passes.differentiate.joint import rnn_layer_with_workspace
+from fxpipe.passes.differentiate.fitted import rnn_layer_with_workspace
 from fxpipe.random import LAYOUTS
 
 _FORMAT = 8

@@ -30,7 +30,7 @@ from fxpipe.extensions.leaf_modules.nodes import (
 )
 from fxpipe.extensions.leaf_modules.trial import Trial
 from fxpipe.ir.traced import AUTOCAST, DRAWS, Traced
-from fxpipe.passes.tracing.attach_loss import LossModule
+from fxpipe.passes.tracing.loss_module import LossModule
 from fxpipe.torchtools.state import tried
 
 LOSS = "fxpipe_loss"

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from fxpipe.compiler.objective import Objective
 from fxpipe.extensions.leaf_modules.fallback import Leaves
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.attach_loss import LossModule
 from fxpipe.passes.tracing.loss_graph import note_loss
+from fxpipe.passes.tracing.loss_module import LossModule
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
 

@@ -23,7 +23,7 @@ from fxpipe.ir.called import Called
 from fxpipe.ir.traced import DRAWS, Traced
 from fxpipe.passes.differentiate.extract import ancestors, extract
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.tracing.attach_loss import LOSS_GRAPH
+from fxpipe.passes.tracing.loss_graph import LOSS_GRAPH
 from fxpipe.random import arguments_of
 from fxpipe.torchtools import source
 

@@ -11,9 +11,8 @@ from torch import Tensor, fx, nn
 from fxpipe.compiler.options import Options
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import Traced
+from fxpipe.ir.traced import ORIGIN, Traced
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.passes.partition.assignment import compute_nodes
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.measure import NodeCost

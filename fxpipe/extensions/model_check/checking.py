@@ -22,7 +22,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.runner import Pass, run_all
-from fxpipe.passes.tracing.attach_loss import own_loss
+from fxpipe.passes.tracing.loss_module import own_loss
 from fxpipe.torchtools import source
 from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart

@@ -258,8 +258,7 @@ class Stages:
             traced, plan = compiled.traced, compiled.plan
             if samples != compiled.samples:
                 with self._resized(samples) as (call, followed, assignment):
-                    graph = plans.relayed(call, followed, assignment)
-                    traced, plan = graph.traced, plans.differentiated(graph, call)
+                    traced, plan = followed, plans.differentiated(followed, assignment, call)
             lowered, purpose = self.compiler.lowered, compiled.purpose
             whole = partial(lowered, plan, compiled.schedule, purpose, self._updates)
             made = replace(compiled, traced=traced, plan=plan, whole=whole, samples=samples)

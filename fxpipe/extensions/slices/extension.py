@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -53,9 +53,6 @@ class Slices(Extension):
         if options.partition.limits(len(options.devices)):
             raise InputError("memory_limits= and Slices exclude each other; leave one of them out")
 
-    def options(self, options: Options) -> Options:
-        return replace(options, captures=False)  # slices hand on parameters, forward and back
-
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """Passes that unroll the model, and place each slice like the first."""
         placing = Placing(options.recipe.slices, self.dim)
@@ -68,10 +65,11 @@ class Slices(Extension):
         divide = Pass(placing.divide_one_slice, machine, f"{machine}, whole_machine")
         spread = Pass(placing.spread_slices, f"{placed}, whole_machine", "assignment, machine")
         return {
-            "trace": [("", Pass(unroll_slices, "model", "model"))],
+            "capture": [
+                ("", Pass(unroll_slices, "model", "model")),
+                ("seed_randomness", Pass(placing.refuse_draws, "traced", "")),
+            ],
             "partition": [("", fold), ("", divide), ("cut_at", spread)],
             "follow": [("place_like", Pass(placing.follow_slices, placed, "assignment"))],
-            "join": [("seed_randomness", Pass(placing.refuse_draws, "traced", ""))],
-            "fit": [("relay", Pass(placing.chain_parameters, placed, placed))],
             "plan": [("cut", Pass(placing.name_stages, f"{placed}, plan", "plan"))],
         }

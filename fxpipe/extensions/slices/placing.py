@@ -16,8 +16,13 @@ from torch import fx
 from fxpipe.errors import InputError, PartitionError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
-from fxpipe.passes.graph.lazy_module import copied
-from fxpipe.passes.partition.assignment import Assignment, bonds, compute_nodes, in_order
+from fxpipe.passes.partition.assignment import (
+    Assignment,
+    bonds,
+    compute_nodes,
+    constants,
+    in_order,
+)
 from fxpipe.passes.partition.cut import whole_modules
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import StageDevices
@@ -85,40 +90,6 @@ class Placing:
         """Let every slice of a further graph follow its first."""
         return self._follow_first(traced, assignment, assignment.stages // self.slices)
 
-    def chain_parameters(self, traced: Traced, assignment: Assignment) -> tuple[Traced, Assignment]:
-        """Let each slice of a stage hand its parameters on to the next, so that the gradient of all
-        later slices comes back as one, and a device holds one more at a time.
-
-        before:  stage 0 reads w, and sends it to stages 2 and 4, which are its next slices
-        after:   stage 0 sends w to stage 2, which sends w_on_2 to stage 4
-        """
-        row, chained = assignment.stages // self.slices, copied(traced)
-        stages, graph = dict(assignment.nodes), chained.graph
-        names = {argument.name for argument in traced.parameters}
-        order = {node: place for place, node in enumerate(graph.nodes)}
-        for node in [node for node in graph.nodes if node.name in names]:
-            readers: dict[int, list[fx.Node]] = {}
-            for user in node.users:
-                if user.name in stages:
-                    readers.setdefault(stages[user.name], []).append(user)
-            current: dict[int, fx.Node] = {}  # stage of the model → what its next slice reads
-            for stage in sorted(readers):
-                given = current.get(stage % row, node)
-                for reader in readers[stage]:
-                    reader.replace_input_with(node, given)
-                if stage == min(readers) or stage + row not in readers:
-                    continue
-                with graph.inserting_before(min(readers[stage], key=order.__getitem__)):
-                    name = f"{node.name}_on_{stage}"
-                    alias = graph.create_node(
-                        "call_function", torch.ops.aten.alias.default, (given,), name=name
-                    )
-                alias.meta.update(node.meta)
-                stages[alias.name] = stage
-                current[stage % row] = alias
-        graph.lint()
-        return chained, Assignment(assignment.stages, stages)
-
     def name_stages(self, traced: Traced, assignment: Assignment, plan: Plan) -> Plan:
         """Let the stages of all slices name the submodules that run in them, slice by slice."""
         row = assignment.stages // self.slices
@@ -147,17 +118,21 @@ class Placing:
         number: dict[fx.Node, int] = {}
         parts = self._cut(traced)
         known = {key: assignment.nodes[node.name] for key, node in _keyed(parts[0])}
+        free = constants(traced)
         for index, part in enumerate(parts):
             alone = []
             for key, node in _keyed(part):
                 number[node] = index
                 sources = [depth[each] for each in node.all_input_nodes if each in depth]
-                depth[node] = max([known.get(key, 0), *sources])
-                if key not in known:
+                if key not in known or (index and node in free):
                     alone.append(node)
+                    depth[node] = 0 if node in free else max(sources, default=0)
+                else:
+                    depth[node] = max([known[key], *sources])
             for node in reversed(alone):  # such as a mask: where it is read
-                users = [depth[user] for user in node.users if number.get(user) == index]
-                depth[node] = max(depth[node], min(users, default=0))
+                users = [user for user in part if user in node.users]
+                where = [depth[user] for user in users[: 1 if node in free else None]]
+                depth[node] = max(depth[node], min(where, default=0))
         stage_of = {node: number[node] * row + depth[node] for node in depth}
         for bond in bonds(traced, in_order(traced)):
             if len({stage_of[node] for node in bond.nodes}) > 1:
@@ -180,13 +155,13 @@ class Placing:
 
     def _cuts(self, node: fx.Node, inputs: Collection[str], number: int) -> bool:
         """Whether a node cuts slice ``number`` out of an input."""
-        if node.target is not torch.ops.aten.narrow.default:
+        if node.target is not torch.ops.aten.slice.Tensor:
             return False
         value, *where = node.args
         if not isinstance(value, fx.Node) or value.name not in inputs:
             return False
         part = value.meta["val"].shape[self.dim] // self.slices
-        return where == [self.dim, number * part, part]
+        return where == [self.dim, number * part, (number + 1) * part]
 
 
 def _keyed(part: Sequence[fx.Node]) -> Iterator[tuple[Key, fx.Node]]:

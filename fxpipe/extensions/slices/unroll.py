@@ -5,16 +5,20 @@ after:   y0 = model(x[:, :4]);  y1 = model(x[:, 4:])      y = cat([y0, y1], 1)
 
 The second run attends to the keys and values of the first as well: those are in the model's own
 cache, or, where it has none, each causal ``scaled_dot_product_attention`` of a slice gets those of
-all slices before it.
+all slices before it. It reads the weights through the first, so that the gradients of all later
+slices come back as one:
+
+before:  y1 = linear(x1, w)                                gradients of w: from y0, from y1, …
+after:   w1 = alias(w);  y1 = linear(x1, w1)               from y0, and from w1
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InputError
-from fxpipe.passes.tracing.attach_loss import LossModule
+from fxpipe.passes.tracing.loss_module import LossModule
 
 Cache = Callable[[], Any]
 """Makes an empty cache of keys and values, which a model takes as ``past_key_values=``."""
@@ -47,7 +51,8 @@ def in_slices(model: nn.Module, slices: int, dim: int, cache: Cache | None) -> n
 
     @functools.wraps(whole)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _in_slices(whole, slices, dim, cache, args, kwargs)
+        with _chained(model) as begin:
+            return _in_slices(whole, slices, dim, cache, begin, args, kwargs)
 
     unrolled.forward = forward
     return unrolled
@@ -58,6 +63,7 @@ def _in_slices(
     slices: int,
     dim: int,
     cache: Cache | None,
+    begin: Callable[[], None],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
@@ -86,6 +92,7 @@ def _in_slices(
     results = []
     for start in range(0, length, part):
         own, named = cut(start, part, (args, dict(kwargs)))
+        begin()
         if cache is not None and "attention_mask" in kwargs:  # also says which keys are padding
             named["attention_mask"] = cut(0, start + part, kwargs["attention_mask"])
         with nullcontext() if cache else _Attention(seen):
@@ -96,6 +103,35 @@ def _in_slices(
     flat = zip(*(leaves for leaves, _ in results), strict=True)
     joined = [_joined(parts, dim, part) for parts in flat]
     return pytree.tree_unflatten(joined, results[0][1])
+
+
+@contextmanager
+def _chained(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Inside, each call of what this yields but the first lets each module read its weights through
+    those that it has read so far. A tied weight, which may be read on several stages, has such a
+    chain for each of its names, and but for the first of these from the first call on."""
+    held: list[tuple[dict[str, Any], str, Tensor]] = [
+        (cast(dict[str, Any], module._parameters), name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+    seen: set[int] = set()
+
+    def begin() -> None:
+        for entries, name, _ in held:
+            first = id(entries[name]) not in seen
+            seen.add(id(entries[name]))
+            if not first:
+                entries[name] = torch.ops.aten.alias.default(entries[name])
+                seen.add(id(entries[name]))
+
+    try:
+        yield begin
+    finally:
+        for entries, name, parameter in held:
+            entries[name] = parameter
 
 
 def _joined(parts: tuple[Any, ...], dim: int, part: int) -> Any:

@@ -1,47 +1,61 @@
-"""A plan with symbols for sizes, against one that is differentiated for the sizes themselves."""
+"""Graphs for any sizes hold exactly for those for which the model computes the same."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.extensions.any_size.any_size import (
-    SizeError,
-    Symbols,
-    free_dims,
-    put_sizes,
-    symbols_as_operands,
-)
+from fxpipe.extensions.any_size.graphs import AnySizeGraphs
+from fxpipe.extensions.any_size.symbols import SizeError, Symbols
 from fxpipe.extensions.simulator.liveness import liveness
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.graph.fit import localise_sizes
-from fxpipe.passes.graph.functionalise import functionalise
-from fxpipe.passes.partition.assignment import first_readers
-from fxpipe.passes.partition.cut import cut
-from fxpipe.passes.tracing.trace import accepts, trace
 from fxpipe.text.plan import print_graph
-from tests.helpers.fronted import in_stages, values_of
+from tests.helpers.fronted import (
+    differentiated,
+    front_end,
+    in_stages,
+    rows_of,
+    run_graph,
+    shapes_for,
+)
 from tests.passes.differentiate.test_differentiate import made, some_cases
 
-WITH_NUMBERS = {"lstm", "gru", "spectra", "strided"}
-"""Cases with operations that some version of PyTorch does not derive for symbols, or whose backward
-it then computes in another order."""
+WITH_NUMBERS = {"lstm", "gru", "spectra", "strided", "views", "broadcast"}
+"""Cases with operations that some version of PyTorch does not derive for symbols, whose backward it
+then computes in another order, or of whose memory it then knows less."""
+
+
+class Graphs:
+    """The graphs of a model for any sizes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._made = model, AnySizeGraphs()
+
+    def of(self, *args: Any) -> Traced | None:
+        """The graph for inputs of these sizes, of one for any number of rows; None if there is
+        none."""
+
+        def capture(leaves: Sequence[Any]) -> Traced:
+            pairs = zip(leaves, args, strict=True)
+            given = [
+                x.requires_grad_(y.requires_grad) if isinstance(y, Tensor) else x for x, y in pairs
+            ]
+            return front_end(self.model, *given)
+
+        rows = next(len(x) for x in args if isinstance(x, Tensor))
+        return self._made.traced(lambda: "a call", args, rows_of(rows, *args), capture)
 
 
 def planned(model: nn.Module, traced: Traced, *args: Any) -> Plan:
-    """Cut in up to three stages, differentiated, and backwards split in halves."""
-    fitted, assignment = localise_sizes(traced, in_stages(traced, 3))
-    plan = cut(fitted, assignment, first_readers(fitted, assignment))
-    outputs = frozenset(out.name for out in traced.outputs if isinstance(out, Value))
-    values, state = values_of(traced, *args), traced.state_of(model)
-    return part_backward(differentiate(plan, values, state, Wanted(outputs, True)))
+    """Cut in up to three stages, with backwards in halves."""
+    return part_backward(differentiated(model, traced, in_stages(traced, 3), *args, inputs=True))
 
 
 def everything(plan: Plan) -> list[Any]:
@@ -90,17 +104,95 @@ def taller(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @some_cases
 def test_a_plan_with_sizes_put_in_is_that_of_these_sizes(name: str) -> None:
-    model, args, traced = made(name)
-    if name in WITH_NUMBERS or not any(free_dims(traced)):
+    model, args, _ = made(name)
+    graphs = Graphs(model)
+    if name in WITH_NUMBERS or graphs.of(*args) is None:
         pytest.skip("such a plan is made for numbers")
-    symbols = Symbols(free_dims(traced), args)
-    pairs = zip(symbols.leaves, args, strict=True)
-    leaves = [x.requires_grad_(y.requires_grad) if isinstance(y, Tensor) else x for x, y in pairs]
-    with symbols_as_operands():
-        plan = planned(model, traced, *leaves)
     for given in (args, taller(args)):
-        put = put_sizes(plan, symbols, given).verify()
-        assert everything(put) == everything(planned(model, traced, *given))
+        traced = graphs.of(*given)
+        assert traced is not None
+        own = planned(model, front_end(model, *given), *given)
+        assert everything(planned(model, traced, *given)) == everything(own)
+
+
+class Computes(nn.Module):
+    """A layer, then any function of its output."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+def accepted(model: nn.Module, batch: int, *rest: Any) -> set[int]:
+    """Which sizes from 1 to 16 a graph captured with one size holds for."""
+    args = (torch.randn(batch, 4), *rest)
+    traced = Graphs(model).of(*args)
+    if traced is None:
+        return {batch}
+    assert traced.of is not None
+    holds = traced.of.accepts
+    return {size for size in range(1, 17) if holds(shapes_for(size, batch, *args))}
+
+
+def test_one_graph_holds_for_all_sizes_but_one() -> None:
+    assert accepted(Computes(torch.relu), 3) == set(range(2, 17))
+
+
+def _multiple_of_four(y: Tensor) -> Tensor:
+    return y * 2 if y.shape[0] % 4 == 0 else y * 3
+
+
+def _more_than_five(y: Tensor) -> Tensor:
+    return y * 2 if y.shape[0] > 5 else y * 3
+
+
+def _between(y: Tensor) -> Tensor:
+    return y * 2 if 4 <= y.shape[0] < 9 else y * 3
+
+
+def _in_eights(y: Tensor) -> Tensor:
+    return y.reshape(8, -1)
+
+
+def _in_fives(y: Tensor) -> Tensor:
+    return y.flatten().reshape(-1, 5)
+
+
+@pytest.mark.parametrize(
+    ("function", "batch", "sizes"),
+    [
+        (_multiple_of_four, 8, {4, 8, 12, 16}),
+        (_multiple_of_four, 6, set(range(2, 17)) - {4, 8, 12, 16}),
+        (_more_than_five, 8, set(range(6, 17))),
+        (_more_than_five, 3, {2, 3, 4, 5}),
+        (_between, 8, {4, 5, 6, 7, 8}),
+        (_in_fives, 10, {5, 10, 15}),
+    ],
+)
+def test_a_branch_on_the_size_bounds_the_sizes(
+    function: Callable[[Tensor], Tensor], batch: int, sizes: set[int]
+) -> None:
+    assert accepted(Computes(function), batch) == sizes
+
+
+@pytest.mark.parametrize("function", [_multiple_of_four, _more_than_five, _between, _in_eights])
+@pytest.mark.parametrize("batch", [2, 4, 6, 8, 10])
+def test_whatever_size_is_accepted_computes_the_model(
+    function: Callable[[Tensor], Tensor], batch: int
+) -> None:
+    model = Computes(function)
+    graphs = Graphs(model)
+    first = graphs.of(torch.randn(batch, 4))
+    for size in range(1, 17):
+        if first is not None and first.of is not None and first.of.accepts([(size, 4)]):
+            x = torch.randn(size, 4)
+            traced = graphs.of(x)
+            assert traced is not None
+            assert torch.equal(run_graph(model, traced, x)[0], model(x))
 
 
 class Doubled(nn.Module):
@@ -115,31 +207,29 @@ class Doubled(nn.Module):
         return z
 
 
-def test_a_plan_is_refused_for_sizes_that_its_operations_do_not_take() -> None:
+def test_a_graph_is_refused_for_sizes_that_its_operations_do_not_take() -> None:
+    args = torch.randn(3, 4), torch.randn(6, 4)
     model = Doubled()
-    shapes = [(3, 4), (6, 4)]
-    args = [torch.randn(shape) for shape in shapes]
-    program = trace(model, tuple(args), {}, [(0,), (0,)])
-    traced = functionalise(program, accepts(program, tuple(args), {}))
-    symbols = Symbols(free_dims(traced), args)
-    with symbols_as_operands():
-        plan = planned(model, traced, *symbols.leaves)
-    put = put_sizes(plan, symbols, [torch.randn(5, 4), torch.randn(10, 4)])
-    assert put.stages[0].kernel is not None
-    with pytest.raises(SizeError):
-        put_sizes(plan, symbols, [torch.randn(5, 4), torch.randn(9, 4)])
+    made = AnySizeGraphs().traced(
+        lambda: "a call", args, [(0,), (0,)], lambda leaves: front_end(model, *leaves)
+    )
+    assert made is not None
+    assert made.of is not None
+    assert made.of.accepts([(5, 4), (10, 4)])
+    assert not made.of.accepts([(5, 4), (9, 4)])
+
+
+def test_symbols_stand_for_inputs_of_one_layout() -> None:
+    symbols = Symbols([(0,), (0,)], [torch.randn(3, 4), torch.randn(6, 4)])
     with pytest.raises(SizeError, match="another layout"):
-        put_sizes(plan, symbols, [torch.randn(4, 5).T, torch.randn(10, 4)])
+        symbols.numbers([torch.randn(4, 5).T, torch.randn(10, 4)])
 
 
 @pytest.mark.parametrize("rows", [2, 3, 4, 6, 9])
-def test_a_plan_is_refused_for_sizes_for_which_an_operation_would_decide_otherwise(
+def test_what_was_decided_for_a_size_is_refused_where_it_would_be_decided_otherwise(
     rows: int,
 ) -> None:
-    args = (torch.randn(5, 4),)
-    program = trace(nn.Linear(4, 4), args, {}, [(0,)])
-    traced = functionalise(program, accepts(program, args, {}))
-    symbols = Symbols(free_dims(traced), args)
+    symbols = Symbols([(0,)], [torch.randn(5, 4)])
     assert symbols.leaves[0].shape[0] > 3  # decided for five rows, and noted
     given = [torch.randn(rows, 4)]
     if rows > 3:

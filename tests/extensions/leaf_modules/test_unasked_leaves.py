@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxpipe
-import fxpipe.passes.tracing.trace
 from tests.helpers.around import Around
 from tests.helpers.profiles import deep
 from tests.helpers.unasked import told, train_both

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-import fxpipe.passes.tracing.trace
 from fxpipe.errors import ExecutionError, TraceError
 from fxpipe.extensions.leaf_modules.draws import SeededDraws, draw_from
 from fxpipe.random import mix

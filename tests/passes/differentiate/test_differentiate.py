@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 
 from examples.unet import UNet
 from fxpipe.ir.plan import Plan
-from fxpipe.ir.traced import Traced, Value
+from fxpipe.ir.traced import ORIGIN, Traced, Value
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.joint import ORIGIN
 from fxpipe.torchtools import source
 from tests.helpers.exported import Recurrent, Sliced
 from tests.helpers.fronted import (

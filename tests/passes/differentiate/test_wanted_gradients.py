@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fxpipe.ir.value import HOST
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.differentiate import Wanted, differentiate
+from fxpipe.passes.differentiate.divide import Wanted, divide
 from fxpipe.passes.partition.cut import cut
 from tests.helpers.fronted import (
     Answer,
@@ -16,7 +16,6 @@ from tests.helpers.fronted import (
     front_end,
     in_stages,
     run_plan,
-    values_of,
     whole,
 )
 
@@ -49,7 +48,7 @@ def test_without_wanted_gradients_nothing_is_saved() -> None:
     x = torch.randn(3, 4)
     traced = front_end(model, x)
     plan = cut(traced, in_stages(traced, 2), {})
-    plan = differentiate(plan, values_of(traced, x), traced.state_of(model), Wanted())
+    plan = divide(plan, traced, traced.state_of(model), Wanted())
     for stage in plan.stages:
         assert stage.backward is None
         assert isinstance(stage.kernel, GraphKernel)

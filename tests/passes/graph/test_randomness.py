@@ -245,11 +245,14 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_dropout_between_the_layers_of_one_lstm_is_refused_with_what_to_write() -> None:
-    model = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
-    with pytest.raises(TraceError, match=r"aten\.lstm\.input.* nn\.Dropout between them"):
-        front_end(model, torch.randn(5, 3, 3))
-    assert not front_end(model.eval(), torch.randn(5, 3, 3)).seeded
+def test_dropout_between_the_layers_of_one_lstm_takes_the_seed() -> None:
+    model, x = nn.LSTM(3, 4, num_layers=2, dropout=0.5), torch.randn(5, 3, 3)
+    traced = front_end(model, x)
+    assert traced.seeded
+    one, again, other = (run_graph(model, traced, x, seed=seed)[0][0] for seed in (4, 4, 5))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert not front_end(model.eval(), x).seeded
 
 
 def test_an_operation_without_a_seeded_form_is_refused_by_name() -> None:

@@ -140,7 +140,7 @@ def test_a_loss_with_a_function_is_called_as_it_is() -> None:
 def test_outside_of_a_trace_and_in_other_threads_functions_are_as_ever() -> None:
     x = torch.randn(3, requires_grad=True)
     before = torch.autograd.Function.__dict__["apply"]
-    with checkpoints_opened(refuses=True), ThreadPoolExecutor(1) as other:
+    with checkpoints_opened(), ThreadPoolExecutor(1) as other:
         other.submit(lambda: applied(Reverse, x, 2.0).sum().backward()).result()
     assert torch.autograd.Function.__dict__["apply"] is before
     assert torch.equal(x.grad, torch.full((3,), -2.0))  # type: ignore[arg-type]

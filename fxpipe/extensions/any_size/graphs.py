@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import told
-from fxpipe.extensions.any_size.any_size import Put, SizeError, Symbols, symbols_as_operands
+from fxpipe.extensions.any_size.symbols import Put, SizeError, Symbols, symbols_as_operands
 from fxpipe.ir.traced import Literal, Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.tracing.trace import Dims, resized, shapes_of
+from fxpipe.passes.tracing.shapes import Dims, resized, shapes_of
 
 
 class AnySizeGraphs:

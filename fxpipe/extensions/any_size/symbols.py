@@ -1,18 +1,14 @@
-"""Differentiate a plan once for all sizes of micro-batches, and put in the sizes of each.
+"""Symbols for the sizes of micro-batches, and numbers in their place.
 
-before:  view(h, [s0, 8])   with the symbol s0 for the length
-after:   view(h, [12, 8])   for a micro-batch of length 12
-
-Autograd on symbols takes longer than on numbers, but only once. What PyTorch decided while it ran,
-such as that s0 is not 1, it noted as guards: the plan holds for the sizes for which these are true.
+What PyTorch decided while it ran, such as that a size is not 1, it noted as guards: a graph holds
+for the sizes for which these are true.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,26 +16,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from fxpipe.compiler.front_end import Call
-from fxpipe.errors import told
-from fxpipe.ir.plan import Plan, Stage
-from fxpipe.ir.traced import Traced
-from fxpipe.kernels.graph import GraphKernel
-from fxpipe.log import LOGGER
 from fxpipe.passes.differentiate.extract import created
-from fxpipe.passes.graph.lazy_module import lazy_module
-from fxpipe.passes.tracing.trace import Dims, is_free, shapes_of
+from fxpipe.passes.tracing.shapes import Dims
 
 
 class SizeError(Exception):
     """A plan does not hold for these sizes, or has what no symbol stands for."""
-
-
-def free_dims(traced: Traced) -> Dims:
-    """For each flat input of a graph the dimensions of any size."""
-    values = {n.name: n.meta.get("val") for n in traced.graph.find_nodes(op="placeholder")}
-    shapes = shapes_of([values.get(name or "") for name in traced.inputs])
-    return [tuple(d for d, size in enumerate(each or ()) if is_free(size)) for each in shapes]
 
 
 class Symbols:
@@ -104,96 +86,12 @@ class Symbols:
         return numbers
 
 
-FEW = 2
-"""So many sizes of a graph that leaves no size free but the batch's have plans of their own. A plan
-for any size takes as long to make as four."""
-
-
-def sized(
-    made: dict[Any, tuple[Symbols, Plan] | int | None],
-    key: Any,
-    traced: Traced,
-    call: Call,
-    differentiated: Callable[[Call], Plan],
-) -> Plan | None:
-    """The plan for the sizes of a call, from a plan for any; None if there is none.
-
-    There is one for graphs that leave more than the size of the batch free, such as a length, and
-    for others from the third size on.
-
-    Args:
-        made: kind of call → its plan for any size, with the symbols for sizes; None if there can
-            be none; the number of sizes so far if there is none yet. Gets more.
-        key: the kind of this call.
-        traced: its graph.
-        call: the call.
-        differentiated: makes the plan of a call.
-    """
-    free = free_dims(traced)
-    if not any(free):
-        return None
-    known = made.get(key, 0)
-    alone = all(set(dims) <= {dim} for dims, dim in zip(free, call.batch.dims, strict=False))
-    if alone and isinstance(known, int) and known < FEW:
-        made[key] = known + 1
-        return None
-    try:
-        if isinstance(known, int):
-            made[key] = None
-            symbols = Symbols(free, call.leaves)
-            with symbols_as_operands():
-                plan = differentiated(replace(call, leaves=symbols.leaves))
-            known = made[key] = symbols, plan
-        return known and put_sizes(known[1], known[0], call.leaves).verify()
-    except Exception as error:  # symbols cannot do all that numbers can
-        LOGGER.info("a plan is made for these sizes only: %s", told(error))
-        return None
-
-
 @contextmanager
 def symbols_as_operands() -> Iterator[None]:
     """Inside, PyTorch does not warn of graphs whose operations have symbols as operands."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Raw SymInt value")
         yield
-
-
-def put_sizes(plan: Plan, symbols: Symbols, leaves: Sequence[Any]) -> Plan:
-    """Plan → Plan: the same plan for the sizes of a micro-batch, with a number for each symbol.
-
-    Args:
-        plan: a plan that was differentiated with the symbols.
-        symbols: these symbols.
-        leaves: the flat inputs and targets of the micro-batch.
-
-    Raises:
-        SizeError: as ``Symbols.numbers``, or the plan has a symbol for a fraction.
-    """
-    put = Put(symbols.numbers(leaves))
-    stages = tuple(replace(stage, kernel=_sized(stage, put)) for stage in plan.stages)
-    specs = {
-        name: replace(
-            spec,
-            shape=put(spec.shape),
-            strides=put(spec.strides),
-        )
-        for name, spec in plan.specs.items()
-    }
-    return replace(plan, stages=stages, specs=specs)
-
-
-def _sized(stage: Stage, put: Put) -> GraphKernel:
-    kernel = stage.kernel
-    if not isinstance(kernel, GraphKernel):
-        raise SizeError("a stage has no graphs")
-    deferred, functional = kernel.functional_weight_grad, kernel.functional_backward
-    return replace(
-        kernel.mapped(put.module),
-        functional_backward=functional and put.graph(functional),
-        functional_weight_grad=deferred and put.graph(deferred),
-        input_strides=put(kernel.input_strides),
-        gradient_strides=put(kernel.gradient_strides),
-    )
 
 
 class Put:
@@ -219,9 +117,6 @@ class Put:
         if kind in (torch.SymFloat, torch.SymBool):
             raise SizeError("a fraction of sizes")  # sympy may round it in another order
         return value
-
-    def module(self, module: fx.GraphModule) -> fx.GraphModule:
-        return lazy_module(module, self.graph(module.graph), type(module).__name__)
 
     def graph(self, graph: fx.Graph) -> fx.Graph:
         made = fx.Graph()

@@ -1,4 +1,4 @@
-"""Tracing with torch.export: the same parameters, an exact range of sizes, no traces left."""
+"""Captures leave the model as it was, and name the lines that they cannot hold."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.passes.tracing.trace import accepts, trace
-from tests.helpers.fronted import front_end, rows_of, run_graph, shapes_for
+from fxpipe.torchtools import source
+from tests.helpers.fronted import front_end, run_graph
 from tests.oracles import loop
 
 
@@ -28,114 +28,6 @@ class Computes(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self.layer(x))
-
-
-def accepted(model: nn.Module, batch: int, *rest: Any) -> set[int]:
-    """Which sizes from 1 to 16 the trace made with one size holds for."""
-    args = (torch.randn(batch, 4), *rest)
-    holds = accepts(trace(model, args, {}, rows_of(batch, args)), args, {})
-    return {size for size in range(1, 17) if holds(shapes_for(size, batch, args))}
-
-
-def test_the_exported_state_is_the_models_own() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    program = trace(model, (torch.randn(3, 4),), {}, [(0,)])
-    assert {id(p) for p in program.parameters()} == {id(p) for p in model.parameters()}
-    assert {id(b) for b in program.buffers()} == {id(b) for b in model.buffers()}
-
-
-def test_one_graph_holds_for_all_sizes_but_one() -> None:
-    assert accepted(Computes(torch.relu), 3) == set(range(2, 17))
-
-
-@pytest.mark.parametrize("size", [2, 5, 16])
-def test_a_dynamic_graph_computes_the_model_for_other_sizes(size: int) -> None:
-    model = Computes(lambda y: y.reshape(y.shape[0] * 2, 2).softmax(0) * y.shape[0])
-    traced = front_end(model, torch.randn(4, 4))
-    assert traced.accepts([(size, 4)])
-    x = torch.randn(size, 4)
-    assert torch.equal(run_graph(model, traced, x)[0], model(x))
-
-
-def test_a_graph_of_one_sample_is_for_one_sample() -> None:
-    assert accepted(Computes(torch.relu), 1) == {1}
-
-
-def test_a_graph_traced_as_fixed_is_for_its_size_alone() -> None:
-    args = (torch.randn(4, 4),)
-    holds = accepts(trace(Computes(torch.relu), args, {}), args, {})
-    assert [size for size in range(1, 17) if holds([(size, 4)])] == [4]
-
-
-def _multiple_of_four(y: Tensor) -> Tensor:
-    return y * 2 if y.shape[0] % 4 == 0 else y * 3
-
-
-def _more_than_five(y: Tensor) -> Tensor:
-    return y * 2 if y.shape[0] > 5 else y * 3
-
-
-def _between(y: Tensor) -> Tensor:
-    return y * 2 if 4 <= y.shape[0] < 9 else y * 3
-
-
-def _in_eights(y: Tensor) -> Tensor:
-    return y.reshape(8, -1)
-
-
-def _in_fives(y: Tensor) -> Tensor:
-    return y.flatten().reshape(-1, 5)
-
-
-@pytest.mark.parametrize(
-    ("function", "batch", "sizes"),
-    [
-        (_multiple_of_four, 8, {4, 8, 12, 16}),
-        (_multiple_of_four, 6, set(range(2, 17)) - {4, 8, 12, 16}),
-        (_more_than_five, 8, set(range(6, 17))),
-        (_more_than_five, 3, {2, 3, 4, 5}),
-        (_between, 8, {4, 5, 6, 7, 8}),
-        (_in_fives, 10, {5, 10, 15}),
-    ],
-)
-def test_a_branch_on_the_size_bounds_the_sizes(
-    function: Callable[[Tensor], Tensor], batch: int, sizes: set[int]
-) -> None:
-    assert accepted(Computes(function), batch) == sizes
-
-
-@pytest.mark.parametrize("function", [_multiple_of_four, _more_than_five, _between, _in_eights])
-@pytest.mark.parametrize("batch", [2, 4, 6, 8, 10])
-def test_whatever_size_is_accepted_computes_the_model(
-    function: Callable[[Tensor], Tensor], batch: int
-) -> None:
-    model = Computes(function)
-    traced = front_end(model, torch.randn(batch, 4))
-    assert traced.accepts([(batch, 4)])
-    for size in (size for size in range(1, 17) if traced.accepts([(size, 4)])):
-        x = torch.randn(size, 4)
-        assert torch.equal(run_graph(model, traced, x)[0], model(x))
-
-
-class TwoInputs(nn.Module):
-    def __init__(self, fixed: bool) -> None:
-        super().__init__()
-        self.fixed = fixed
-
-    def forward(self, x: Tensor, scale: float, *, b: Tensor, a: Tensor) -> Tensor:
-        if self.fixed:
-            assert x.shape[0] == 4
-        return x * scale + a.sum() - b[0]
-
-
-def test_sizes_are_tried_on_every_input_in_whatever_order_it_was_given() -> None:
-    for fixed in (False, True):
-        args, kwargs = (torch.randn(4, 4), 2.0), {"b": torch.randn(4, 4), "a": torch.randn(7)}
-        for given in (kwargs, dict(reversed(kwargs.items()))):
-            program = trace(TwoInputs(fixed), args, given, rows_of(4, args, given))
-            holds = accepts(program, args, given)
-            sizes = {size for size in range(1, 9) if holds(shapes_for(size, 4, args, given))}
-            assert sizes == ({4} if fixed else set(range(2, 9)))
 
 
 class Keeps(nn.Module):
@@ -253,9 +145,9 @@ def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -
     torch.manual_seed(0)
     model = Masked()
     x, causal = torch.randn(3, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
-    graph = trace(model, (x, causal), {}).module()
+    traced = front_end(model, x, causal)
     for mask in (causal, -2 * torch.eye(5), causal.clamp(min=-1)):
-        torch.testing.assert_close(graph(x, mask), model(x, mask))
+        torch.testing.assert_close(run_graph(model, traced, x, mask)[0], model(x, mask))
 
 
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
@@ -330,3 +222,31 @@ def test_vmap_is_traced_as_the_model_computes_it_when_it_is_not_exported() -> No
         assert "matmul" not in str(pipe.plan)
     loop.train(alone, 2, x, loss=torch.mean)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
+
+
+class Regions(nn.Module):
+    """Layers inside of ``autocast``, and one inside of ``no_grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            kept = self.frozen(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = self.last(self.first(x).relu() + kept)
+        return out.float()
+
+
+def test_operations_under_autocast_and_no_grad_are_those_of_their_modules() -> None:
+    model = Regions()
+    traced = front_end(model, torch.randn(6, 4))
+    nodes = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+    assert [source.module_paths(node) for node in nodes] == [["frozen"], ["first"], ["last"]]
+    assert "self.frozen(x)" in source.of_node(nodes[0])
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    mse = nn.functional.mse_loss
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse, partition=["last"]) as pipe:
+        pipe.step(x, target=y)
+        assert "last" in pipe.plan.stages[1].modules
