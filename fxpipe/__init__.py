@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import fxpipe.schedules  # noqa: F401 (registers the library of schedules)
+from fxpipe import errors as errors
+from fxpipe import extend as extend
+from fxpipe import schedules as schedules  # importing it registers the library's
 from fxpipe.errors import (
     CaptureError,
     CheckpointError,
@@ -120,14 +122,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import what compiles and runs, or a public name that an extension has, when it is used."""
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
-    if name not in names("public"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return find("public", name, f"{__name__}.{name}")
+if not TYPE_CHECKING:  # type checkers know all names, and tell a misspelt one
+
+    def __getattr__(name: str) -> Any:
+        """Import what compiles and runs, or a public name that an extension has, when used."""
+        if name in _LATER:
+            return getattr(import_module(_LATER[name]), name)
+        if name not in names("public"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return find("public", name, f"{__name__}.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "errors", "extend", "schedules"})

@@ -10,7 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 from fxpipe.errors import InputError, near
 
@@ -108,24 +118,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "v-half": f"{_HERE}.more_schedules.controllable_memory:v_half",
         "v-min": f"{_HERE}.more_schedules.controllable_memory:v_min",
     },
-    "view": {
-        "Pipeline.checkpoint": f"{_HERE}.checkpoint.pipe:checkpoint",
-        "Pipeline.load": f"{_HERE}.checkpoint.pipe:load",
-        "Pipeline.profile": f"{_HERE}.simulator.pipe:profile_pipe",
-        "Pipeline.reset_parameters": f"{_HERE}.initial_values.initial:reset_parameters",
-        "Pipeline.restore": f"{_HERE}.checkpoint.pipe:restore",
-        "Pipeline.save": f"{_HERE}.checkpoint.pipe:save",
-        "Pipeline.simulate": f"{_HERE}.simulator.pipe:simulate_pipe",
-        "Plan.draw": f"{_HERE}.draw.plan:draw_plan",
-        "Program.draw": f"{_HERE}.draw.program:draw_program",
-        "Program.simulate": f"{_HERE}.simulator:simulate",
-        "Recipe.formulas": f"{_HERE}.formulas.formulas:formulas",
-        "Schedule.draw": f"{_HERE}.draw.schedule:draw_schedule",
-        "Schedule.grid": f"{_HERE}.draw.grid:schedule_grid",
-        "Schedule.simulate": f"{_HERE}.simulator:simulate_schedule",
-        "Schedule.versions": f"{_HERE}.overlapping.delays:schedule_versions",
-        "Simulation.draw": f"{_HERE}.draw.schedule:draw_simulations",
-    },
+    "view": {},  # by ``fxpipe.views``
     "option": {
         "add_clip": f"{_HERE}.clipping.opcodes:add_clip",
         "add_reduce": f"{_HERE}.replicas.lowering:add_reduce",
@@ -181,6 +174,9 @@ Kernels = Callable[["Sequence[Kernel]", "Plan", "Schedule", "Program"], "Sequenc
 kernels that run in their place."""
 
 _T = TypeVar("_T", bound=Callable[..., Any])
+_S = TypeVar("_S")
+_R = TypeVar("_R")
+_P = ParamSpec("_P")
 
 
 def register(door: Door, name: str, target: str | Callable[..., Any]) -> None:
@@ -270,21 +266,36 @@ class MissingView(InputError, AttributeError):
     """A view whose extension is not there, so that ``hasattr`` is False."""
 
 
-class View:
-    """A method of a class that an extension has: ``draw = View()`` in the body of ``Schedule``
-    is what the door "view" knows as "Schedule.draw", imported when it is first read. Reading it
-    raises MissingView where the extension is not there.
+class View(Generic[_S, _P, _R]):
+    """A method of a class that an extension has: ``draw = View("package.module:function", …)`` in
+    the body of ``Schedule`` is what the door "view" knows as "Schedule.draw", imported when it is
+    first read. Reading it raises MissingView where the extension is not there.
+
+    Args:
+        target: the function, as the door takes it.
+        of: returns it; never called, but type checkers read its arguments.
     """
 
-    def __init__(self) -> None:
-        self._name = ""
+    def __init__(
+        self,
+        target: str | Callable[Concatenate[_S, _P], _R],
+        of: Callable[[], Callable[Concatenate[_S, _P], _R]] | None = None,
+    ) -> None:
+        self._target, self._name = target, ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"{owner.__name__}.{name}"
+        register("view", self._name, self._target)
 
-    def __get__(self, instance: object | None, owner: type) -> Callable[..., Any]:
+    @overload
+    def __get__(self, instance: None, owner: type) -> Callable[Concatenate[_S, _P], _R]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Callable[_P, _R]: ...
+
+    def __get__(self, instance: object | None, owner: type) -> Callable[..., _R]:
         try:
-            function: Callable[..., Any] = find("view", self._name, f"{self._name}()")
+            function: Callable[..., _R] = find("view", self._name, f"{self._name}()")
         except InputError as error:
             raise MissingView(*error.args) from error
         return function if instance is None else MethodType(function, instance)
@@ -303,11 +314,9 @@ def view(cls: type, name: str) -> Callable[[_T], _T]:
             raise InputError(
                 f"{cls.__name__} has an attribute {name!r} already; give the view another name"
             )
-        register("view", f"{cls.__name__}.{name}", function)
-        if name not in vars(cls):
-            made = View()
-            made.__set_name__(cls, name)
-            setattr(cls, name, made)
+        made: View[Any, ..., Any] = View(function)
+        made.__set_name__(cls, name)
+        setattr(cls, name, made)
         return function
 
     return put

@@ -6,12 +6,13 @@ import copy
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fxpipe import views
 from fxpipe.calls import Calls
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.lacking import naming_lacks
@@ -167,7 +168,7 @@ class Pipeline(nn.Module):
         """
         self._calls.prepare(args, kwargs, target)
 
-    profile = View()
+    profile = views.pipeline_profile
     """``pipe.profile(x, target=y, steps=1)`` trains as ``step`` does, and returns the measured
     times: ``fxpipe.extensions.simulator.pipe.profile_pipe``."""
 
@@ -306,7 +307,7 @@ class Pipeline(nn.Module):
         text: str = table(self._model, shown, places, loads, peaks, replicas, serial)
         return text
 
-    simulate = View()
+    simulate = views.pipeline_simulate
     """``pipe.simulate()`` predicts the time and the memory of a step:
     ``fxpipe.extensions.simulator.pipe.simulate_pipe``."""
 
@@ -358,23 +359,23 @@ class Pipeline(nn.Module):
         self._engine.flush()
         self._model._load_from_state_dict(*args, **kwargs)
 
-    reset_parameters = View()
+    reset_parameters = views.pipeline_reset_parameters
     """``pipe.reset_parameters(function)`` gives parameters and buffers their initial values:
     ``fxpipe.extensions.initial_values.initial.reset_parameters``."""
 
-    checkpoint = View()
+    checkpoint = views.pipeline_checkpoint
     """``pipe.checkpoint("run.pt")`` writes to a file all that training needs to go on:
     ``fxpipe.extensions.checkpoint.pipe.checkpoint``."""
 
-    restore = View()
+    restore = views.pipeline_restore
     """``pipe.restore("run.pt")`` goes on from a file:
     ``fxpipe.extensions.checkpoint.pipe.restore``."""
 
-    save = View()
+    save = views.pipeline_save
     """``pipe.save("run")`` writes the same to a folder, from any number of ranks:
     ``fxpipe.extensions.checkpoint.pipe.save``."""
 
-    load = View()
+    load = views.pipeline_load
     """``pipe.load("run")`` goes on from a folder: ``fxpipe.extensions.checkpoint.pipe.load``."""
 
     # the model's attributes
@@ -393,17 +394,19 @@ class Pipeline(nn.Module):
         if "_options" in vars(self):  # else nn.Module.__init__ sets it
             self._model.training = mode
 
-    def __getattr__(self, name: str) -> Any:
-        if isinstance(view := vars(Pipeline).get(name), View):
-            return view.__get__(self, Pipeline)  # its error again, which names the extension
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            options = vars(self).get("_options")
-            if options is None or name.startswith("__") or not hasattr(options.model, name):
-                raise
-        found = getattr(options.model, name)
-        return found if self._group.size == 1 else refusing(options.model, found)
+    if not TYPE_CHECKING:  # type checkers know all methods of a pipe, and tell a misspelt one
+
+        def __getattr__(self, name: str) -> Any:
+            if isinstance(view := vars(Pipeline).get(name), View):
+                return view.__get__(self, Pipeline)  # its error again, which names the extension
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                options = vars(self).get("_options")
+                if options is None or name.startswith("__") or not hasattr(options.model, name):
+                    raise
+            found = getattr(options.model, name)
+            return found if self._group.size == 1 else refusing(options.model, found)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""

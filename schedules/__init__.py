@@ -56,6 +56,10 @@ def __getattr__(name: str) -> Recipe:
     return find_recipe(_LATE[name])
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "library"])
+
+
 def library() -> list[Recipe]:
     """All recipes of the library, but for those of extensions that are not there."""
     late = [RECIPES[name] for name in _LATE.values() if name in RECIPES]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxpipe.extend import View
+from fxpipe import views
 from fxpipe.formatting import plural, shown
 from fxpipe.ir.called import calls_in
 from fxpipe.ir.value import HOST, Edge
@@ -261,4 +261,4 @@ class Plan:
 
         return verify_plan(self)
 
-    draw = View()
+    draw = views.plan_draw

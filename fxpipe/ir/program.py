@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from fxpipe.extend import View
+from fxpipe import views
 from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
@@ -250,5 +250,5 @@ class Program:
 
         return verify_program(self, channel)
 
-    simulate = View()
-    draw = View()
+    simulate = views.program_simulate
+    draw = views.program_draw

@@ -12,8 +12,9 @@ from numbers import Integral
 from operator import index
 from typing import Any
 
+from fxpipe import views
 from fxpipe.errors import InputError, near, told
-from fxpipe.extend import View, find, names, there
+from fxpipe.extend import find, names, there
 from fxpipe.ir.schedule import Delay, Edges, Schedule, ordered_copies
 from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
@@ -158,7 +159,7 @@ class Recipe:
             frozen,
         )
 
-    formulas = View()
+    formulas = views.recipe_formulas
 
     def placed(self, placement: Placement) -> Recipe:
         """The same recipe over another placement, such as ``round_robin(4)``."""

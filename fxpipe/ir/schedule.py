@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from fxpipe import views
 from fxpipe.errors import InputError
-from fxpipe.extend import View
 from fxpipe.formatting import plural, shown
 from fxpipe.ir.task import Task
 
@@ -226,7 +226,7 @@ class Schedule:
 
         return verify_schedule(self)
 
-    versions = View()
+    versions = views.schedule_versions_of
     """The weight versions that each stage keeps, how stale they are, and the smallest delay:
     ``fxpipe.extensions.overlapping.delays.schedule_versions``."""
 
@@ -236,9 +236,9 @@ class Schedule:
 
         return schedule_kept(self)
 
-    simulate = View()
-    draw = View()
-    grid = View()
+    simulate = views.schedule_simulate
+    draw = views.schedule_draw
+    grid = views.schedule_grid_of
 
 
 def _check_listed(name: str, value: Any, what: str, depth: int, size: int = 0) -> None:

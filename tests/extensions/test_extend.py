@@ -46,7 +46,7 @@ def test_public_names_of_extensions_are_attributes_of_fxpipe_and_listed() -> Non
         assert getattr(fxpipe, name) is extend.find("public", name)
         assert name in fxpipe.__all__
     with pytest.raises(AttributeError, match="'fxpipe' has no attribute 'search_schedules'"):
-        _ = fxpipe.search_schedules
+        _ = fxpipe.search_schedules  # type: ignore[attr-defined]
 
 
 def test_a_name_whose_extension_is_not_there_says_which(no_search: None) -> None:

@@ -321,6 +321,7 @@ class Named(nn.Module):
 
 def test_a_pipe_shows_the_attributes_and_the_signature_of_its_model() -> None:
     model = Named()
+    pipe: Any
     with fxpipe.compile(model, devices=2, microbatches=2) as pipe:
         assert pipe.config is model.config and pipe.kind == model.kind and pipe.width() == 4
         assert not hasattr(pipe, "nothing")

@@ -102,7 +102,7 @@ def task_seconds(pipe: Pipeline) -> Times:
 
 @locked
 def profile_pipe(
-    pipe: Pipeline, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any
+    pipe: Pipeline, /, *args: Any, target: Any = None, steps: int = 1, **kwargs: Any
 ) -> Simulation:
     """Train on a batch as ``step`` does, and return the measured times of all instructions.
 

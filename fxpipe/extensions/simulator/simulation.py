@@ -12,8 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fxpipe import views
 from fxpipe.errors import InputError
-from fxpipe.extend import View
 from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import GATHERING, Sum, beside
@@ -316,7 +316,7 @@ class Simulation:
         """Letter and stage → the mean time of these tasks, for ``simulate``'s ``costs``."""
         return {key: sum(spent) / len(spent) for key, spent in self.tasks.items()}
 
-    draw = View()
+    draw = views.simulation_draw
 
     def trace(self, path: str | PathLike[str], *beside: Simulation) -> None:
         """Write a trace for https://ui.perfetto.dev, with other simulations beside this one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from statistics import median
 from textwrap import dedent
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -136,9 +137,7 @@ def test_tasks_stand_where_their_time_says(
         ({"costs": {"Q": 1}}, "kind of task 'Q'"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
-    arguments: dict[str, object], message: str
-) -> None:
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         one_f_one_b(2, 2).grid(**arguments)
 

@@ -265,7 +265,7 @@ def asked_of_a_part(mesh: DeviceMesh) -> dict[str, Any]:
     model, x, found = Heads(), torch.ones(8, 4), {}
     whole = nn.ModuleList([model])
     for _ in range(2):
-        pipe = fxpipe.compile(model, mesh, microbatches=2, loss=F.mse_loss, partition=["head"])
+        pipe: Any = fxpipe.compile(model, mesh, microbatches=2, loss=F.mse_loss, partition=["head"])
         pipe.step(x, target=torch.ones(8, 2))
         found = {
             "state": refused(model.state_dict),

@@ -216,4 +216,4 @@ def test_without_a_plan_or_steps_it_says_what_to_do() -> None:
             pipe.simulate()
         for wrong in (0, 1.5, "2", True):
             with pytest.raises(InputError, match=f"steps is {wrong!r}; give a whole number"):
-                pipe.profile(x, target=y, steps=wrong)
+                pipe.profile(x, target=y, steps=wrong)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,8 +41,9 @@ def test_a_task_starts_when_its_device_and_the_stages_that_feed_its_own_are_read
     assert ends is not None
     chain_program(schedule).verify()
     found = {
-        (span.instruction.letter, span.instruction.microbatch, span.instruction.stage): span.end
+        (x.letter, x.microbatch, x.stage): span.end
         for span in schedule.simulate(COSTS).spans
+        for x in [cast(Any, span.instruction)]
         if span.instruction.letter in ("F", "B")
     }
     assert found == {(t.kind, t.microbatch, t.stage): end for t, end in ends.items()}

@@ -1,0 +1,75 @@
+"""The methods that extensions give to classes of the core: where they are, and, for type checkers,
+their arguments and what they return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxpipe.extend import View
+
+if TYPE_CHECKING:
+    from fxpipe.extensions.checkpoint.pipe import checkpoint, load, restore, save
+    from fxpipe.extensions.draw.grid import schedule_grid
+    from fxpipe.extensions.draw.plan import draw_plan
+    from fxpipe.extensions.draw.program import draw_program
+    from fxpipe.extensions.draw.schedule import draw_schedule, draw_simulations
+    from fxpipe.extensions.formulas.formulas import formulas
+    from fxpipe.extensions.initial_values.initial import reset_parameters
+    from fxpipe.extensions.overlapping.delays import schedule_versions
+    from fxpipe.extensions.simulator.pipe import profile_pipe, simulate_pipe
+    from fxpipe.extensions.simulator.simulate import simulate, simulate_schedule
+
+_HERE = "fxpipe.extensions"
+
+pipeline_checkpoint = View(f"{_HERE}.checkpoint.pipe:checkpoint", lambda: checkpoint)
+"""``pipe.checkpoint("run.pt")`` writes to a file all that training needs to go on."""
+
+pipeline_load = View(f"{_HERE}.checkpoint.pipe:load", lambda: load)
+"""``pipe.load("run")`` goes on from a folder."""
+
+pipeline_profile = View(f"{_HERE}.simulator.pipe:profile_pipe", lambda: profile_pipe)
+"""``pipe.profile(x, target=y, steps=1)`` trains as ``step`` does, and returns the measured
+times."""
+
+pipeline_reset_parameters = View(
+    f"{_HERE}.initial_values.initial:reset_parameters", lambda: reset_parameters
+)
+"""``pipe.reset_parameters(function)`` gives parameters and buffers their initial values."""
+
+pipeline_restore = View(f"{_HERE}.checkpoint.pipe:restore", lambda: restore)
+"""``pipe.restore("run.pt")`` goes on from a file."""
+
+pipeline_save = View(f"{_HERE}.checkpoint.pipe:save", lambda: save)
+"""``pipe.save("run")`` writes the same to a folder, from any number of ranks."""
+
+pipeline_simulate = View(f"{_HERE}.simulator.pipe:simulate_pipe", lambda: simulate_pipe)
+"""``pipe.simulate()`` predicts the time and the memory of a step."""
+
+plan_draw = View(f"{_HERE}.draw.plan:draw_plan", lambda: draw_plan)
+"""``plan.draw()`` is a picture of the stages and of what they exchange."""
+
+program_draw = View(f"{_HERE}.draw.program:draw_program", lambda: draw_program)
+"""``program.draw()`` is a picture of the instructions of each device."""
+
+program_simulate = View(f"{_HERE}.simulator:simulate", lambda: simulate)
+"""``program.simulate()`` predicts when each instruction runs."""
+
+recipe_formulas = View(f"{_HERE}.formulas.formulas:formulas", lambda: formulas)
+"""``recipe.formulas()`` are the closed forms of its figures."""
+
+schedule_draw = View(f"{_HERE}.draw.schedule:draw_schedule", lambda: draw_schedule)
+"""``schedule.draw()`` is a picture of when each task runs."""
+
+schedule_grid_of = View(f"{_HERE}.draw.grid:schedule_grid", lambda: schedule_grid)
+"""``schedule.grid()`` is the same as text."""
+
+schedule_simulate = View(f"{_HERE}.simulator:simulate_schedule", lambda: simulate_schedule)
+"""``schedule.simulate()`` predicts when each task runs."""
+
+schedule_versions_of = View(
+    f"{_HERE}.overlapping.delays:schedule_versions", lambda: schedule_versions
+)
+"""``schedule.versions()`` tells the version of the weights that each task reads."""
+
+simulation_draw = View(f"{_HERE}.draw.schedule:draw_simulations", lambda: draw_simulations)
+"""``simulation.draw()`` is a picture of it; ``a.draw(b)`` shows two at one scale."""
