@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError
-from fxpipe.extend import find
+from fxpipe.parts import Parts
 from fxpipe.runtime.group import Group
 from fxpipe.torchtools.accelerator import Place, available, home
 
@@ -26,8 +26,8 @@ def read_group(devices: Devices) -> tuple[Group, list[Place]]:
     """
     if not isinstance(devices, DeviceMesh):
         return Group(), read_devices(devices)
-    group, places = find("option", "mesh", "devices given as a mesh")(devices)
-    return group, places or read_devices([devices.device_type])
+    group, places = Parts.mesh.find("devices given as a mesh")(devices)
+    return group, [*places] or read_devices([devices.device_type])
 
 
 def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.errors import RESTORE, EndedError, InputError
-from fxpipe.extend import find, option
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
+from fxpipe.parts import Parts
 from fxpipe.runtime.backend import Backend, Worker
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
@@ -52,7 +52,7 @@ class Engine:
         backend = options.group.backend(options) or _own(options)
         clipping: Any = None
         if options.clips:
-            make = find("option", "clipping", "compile(..., clip_norm=, scaler=)")
+            make = Parts.clipping.find("compile(..., clip_norm=, scaler=)")
             clipping = make(options.clip_norm, options.scaler, options.model)
         stages = None
         if options.optimizer is not None:
@@ -100,7 +100,7 @@ class Engine:
         """Train on a batch. Returns the loss, or with ``with_output`` loss and output. See
         ``Pipeline.step``, also for errors."""
         if compiled.schedule.overlaps:
-            overlap = find("option", "overlap", f"schedule {compiled.schedule.name!r}")
+            overlap = Parts.overlap.find(f"schedule {compiled.schedule.name!r}")
             return overlap(self, compiled, micro, with_output=with_output, watch=watch)
         traced = compiled.traced
         host = self.host(compiled, micro, with_output=with_output, watch=watch)
@@ -135,7 +135,7 @@ class Engine:
 
     def call(self, compiled: Compiled, micro: MicroBatches) -> list[Any]:
         """The flat outputs of the model for a batch, whose backward drains the pipeline."""
-        call = find("option", "call", "calling a pipe in training mode, where gradients are on,")
+        call = Parts.call.find("calling a pipe in training mode, where gradients are on,")
         host, run = self._called(compiled, micro)
         outputs: list[Any] = call(compiled, host, run, self._lock, self.backend)
         return outputs
@@ -144,7 +144,7 @@ class Engine:
     def peaks(self, compiled: Compiled) -> Sequence[int] | None:
         """Device → the most bytes that it is predicted to hold in a step, on all ranks; None
         without the simulator."""
-        if (peaks := option("peaks")) is None:
+        if (peaks := Parts.peaks.get()) is None:
             return None
         state = self.progress.state_of(compiled.traced)
         optimizers = self.progress.optimizers_of(compiled.plan)
@@ -326,6 +326,6 @@ class Engine:
 def _own(options: Options) -> Backend:
     """What runs all devices in this process."""
     if options.places:
-        made: Backend = find("option", "streams", f"{options.here} has streams, and")(options)
+        made: Backend = Parts.streams.find(f"{options.here} has streams, and")(options)
         return made
     return Backend(options.group)

@@ -19,7 +19,8 @@ from fxpipe.compiler.options import Options
 from fxpipe.devices import Devices, read_group
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import Extension, find
+from fxpipe.extend import Extension
+from fxpipe.parts import Parts
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
@@ -174,7 +175,7 @@ def compile(
             schedule, make = late.start()
         recipe, microbatches = arguments.given_schedule(schedule, len(places), microbatches)
         if recipe.copies(len(places)):
-            find("option", "check_copies", f"schedule {recipe.name!r}")(recipe, torch_devices[0])
+            Parts.check_copies.find(f"schedule {recipe.name!r}")(recipe, torch_devices[0])
         arguments.check_clipping(clip_norm, scaler, optimizer)
         arguments.check_slices(recipe, given)
         options = Options(

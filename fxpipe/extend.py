@@ -46,7 +46,7 @@ Door = Literal[
     "recipe",
     "view",
     "command",
-    "option",
+    "part",
 ]
 """What a name is for:
 
@@ -59,8 +59,8 @@ Door = Literal[
   it means is called without arguments, and returns a ``LateSchedule``.
 - recipe: the name of a schedule of the library, and its ``Recipe``.
 - view: a method of a class of the core, such as ``Schedule.draw``.
-- option: a function that the core calls for an option or a method that few need, such as
-  "table" for what ``print(pipe)`` shows.
+- part: what the core, or another extension, asks for where an option or a method needs it, such as
+  "table" for what ``print(pipe)`` shows: an attribute of ``fxpipe.parts.Parts``.
 - command: what adds a command to the command line, and "main", which runs it.
 """
 
@@ -119,50 +119,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "v-min": f"{_HERE}.more_schedules.controllable_memory:v_min",
     },
     "view": {},  # by ``fxpipe.views``
-    "option": {
-        "add_clip": f"{_HERE}.clipping.opcodes:add_clip",
-        "add_reduce": f"{_HERE}.replicas.lowering:add_reduce",
-        "any_size": f"{_HERE}.any_size.graphs:AnySizeGraphs",
-        "partitioner": f"{_HERE}.exact_cut.solve:ExactCut",
-        "call": f"{_HERE}.differentiable.call:differentiable_call",
-        "clipping": f"{_HERE}.clipping.clipping:Clipping",
-        "check_copies": f"{_HERE}.copies.lowering:check_copies",
-        "check": f"{_HERE}.model_check.checking:Checking",
-        "commit_moments": f"{_HERE}.deferred_batchnorm.moments:commit",
-        "merged_moments": f"{_HERE}.deferred_batchnorm.moments:merged_moments",
-        "counting": f"{_HERE}.leaf_modules.counting:Counting",
-        "coupled": f"{_HERE}.coupled_updates.coupled:warn_if_coupled",
-        "delays": f"{_HERE}.overlapping.delays:too_small",
-        "end_with_flush": f"{_HERE}.overlapping.delays:end_with_flush",
-        "fallback": f"{_HERE}.leaf_modules.extension:LeafModules",
-        "fitting": f"{_HERE}.planner.fitting:fitting_advice",
-        "footprint": f"{_HERE}.memory_limits.footprint:estimate_footprint",
-        "memory_budget": f"{_HERE}.memory_limits.budget:MemoryBudget",
-        "guard": f"{_HERE}.python_state.state_guard:StateGuard",
-        "copies_faults": f"{_HERE}.copies.rules:copies_faults",
-        "run_together": f"{_HERE}.copies.rules:run_together",
-        "kept": f"{_HERE}.inductor.libraries:kept",
-        "offload": f"{_HERE}.offload.lowering:LowerOffload",
-        "mesh": f"{_HERE}.ranks.mesh:ranks_of",
-        "peaks": f"{_HERE}.simulator.pipe:peaks",
-        "rank_streams": f"{_HERE}.ranks.streams:StreamRanks",
-        "place_devices": f"{_HERE}.streams.place_devices:place_devices",
-        "refuse_copied": f"{_HERE}.copies.lowering:refuse_copied",
-        "overlap": f"{_HERE}.overlapping.step:step",
-        "owners": f"{_HERE}.replicas.opcodes:owners",
-        "part_of": f"{_HERE}.replicas.opcodes:part_of",
-        "part_gradients": f"{_HERE}.replicas.buckets:into_buckets",
-        "collectives": f"{_HERE}.replicas.collectives:Collectives",
-        "metrics": f"{_HERE}.metrics.meter:metrics",
-        "sum_copies": f"{_HERE}.copies.lowering:SumCopies",
-        "sum_replicas": f"{_HERE}.replicas.lowering:SumReplicas",
-        "table": f"{_HERE}.stage_table.table:stage_table",
-        "events": f"{_HERE}.streams.events:Streams",
-        "unordered": f"{_HERE}.streams.clocks:unordered",
-        "seconds": f"{_HERE}.simulator.pipe:task_seconds",
-        "streams": f"{_HERE}.streams.launching:backend",
-        "weighing": f"{_HERE}.loss_weight.weighing:ByDivisors",
-    },
+    "part": {},  # by ``fxpipe.parts``
     "command": {
         "main": f"{_HERE}.cli:main",
     },
@@ -251,9 +208,36 @@ def find(door: Door, name: str, what: str = "") -> Any:
         ) from error
 
 
-def option(name: str, otherwise: Any = None) -> Any:
-    """What the door "option" knows by a name, or ``otherwise`` where its extension is not there."""
-    return find("option", name) if there("option", name) else otherwise
+class Part(Generic[_R]):
+    """What an extension has for the core, or for another extension, under a name: in the body of
+    ``Parts``, ``table = Part("package.module:function", …)``.
+
+    Args:
+        target: what it is, as the door takes it.
+        of: returns it; never called, but type checkers read its type.
+    """
+
+    def __init__(self, target: str, of: Callable[[], _R]) -> None:
+        self._target, self._name = target, ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        register("part", name, self._target)
+
+    @property
+    def there(self) -> bool:
+        """Whether the extension that has it is there. Imports nothing of it."""
+        return there("part", self._name)
+
+    def find(self, what: str = "") -> _R:
+        """Import it. Raises MissingExtension, which says that ``what`` needs it, where its
+        extension is not there."""
+        found: _R = find("part", self._name, what)
+        return found
+
+    def get(self) -> _R | None:
+        """Import it; None where its extension is not there."""
+        return self.find() if self.there else None
 
 
 def _package(target: str) -> str:
@@ -267,25 +251,24 @@ class MissingView(InputError, AttributeError):
 
 
 class View(Generic[_S, _P, _R]):
-    """A method of a class that an extension has: ``draw = View("package.module:function", …)`` in
-    the body of ``Schedule`` is what the door "view" knows as "Schedule.draw", imported when it is
-    first read. Reading it raises MissingView where the extension is not there.
+    """A method of a class that an extension has: what the door "view" knows as "Schedule.draw" is
+    the ``draw`` of ``Schedule``, imported when it is first read. Reading it raises MissingView
+    where the extension is not there.
 
     Args:
+        name: the class and the method.
         target: the function, as the door takes it.
         of: returns it; never called, but type checkers read its arguments.
     """
 
     def __init__(
         self,
+        name: str,
         target: str | Callable[Concatenate[_S, _P], _R],
         of: Callable[[], Callable[Concatenate[_S, _P], _R]] | None = None,
     ) -> None:
-        self._target, self._name = target, ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = f"{owner.__name__}.{name}"
-        register("view", self._name, self._target)
+        self._name = name
+        register("view", name, target)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Callable[Concatenate[_S, _P], _R]: ...
@@ -314,9 +297,7 @@ def view(cls: type, name: str) -> Callable[[_T], _T]:
             raise InputError(
                 f"{cls.__name__} has an attribute {name!r} already; give the view another name"
             )
-        made: View[Any, ..., Any] = View(function)
-        made.__set_name__(cls, name)
-        setattr(cls, name, made)
+        setattr(cls, name, View(f"{cls.__name__}.{name}", function))
         return function
 
     return put

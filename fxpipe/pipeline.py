@@ -20,12 +20,13 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import View, find, option
+from fxpipe.extend import View
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
+from fxpipe.parts import Parts
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.torchtools.meta import load_part
 from fxpipe.torchtools.part import refusing, state_in_part
@@ -219,7 +220,7 @@ class Pipeline(nn.Module):
         """The schedule of the last training step, with the times of its tasks where they were
         measured: when the model was cut, or by the last ``profile``. Unless it says itself which
         stages feed which, it has the plan's edges."""
-        compiled, known = self._calls.compiled(), option("seconds")
+        compiled, known = self._calls.compiled(), Parts.seconds.get()
         schedule, edges = compiled.schedule, compiled.plan.stage_edges
         if schedule.edges is None and schedule.slices == 1:
             schedule = replace(schedule, edges=edges)
@@ -257,7 +258,7 @@ class Pipeline(nn.Module):
         times, bubble, memory, and what a loss returns beside it; see
         ``fxpipe.extensions.metrics.meter.metrics``. Bubble and times of stages are measured from
         the first time that you read this property."""
-        figures: dict[str, float] = find("option", "metrics", "pipe.metrics")(self)
+        figures: dict[str, float] = Parts.metrics.find("pipe.metrics")(self)
         return figures
 
     @property
@@ -294,7 +295,7 @@ class Pipeline(nn.Module):
     def __repr__(self) -> str:
         """The table of stages, which measures nothing: after a cut by names it has times from the
         first ``simulate`` on. Without its extension, one line."""
-        if (table := option("table")) is None:
+        if (table := Parts.table.get()) is None:
             model = type(self._model).__name__
             return f"fxpipe.Pipeline of {model} over {len(self.devices)} devices"
         shown = self._calls.shown

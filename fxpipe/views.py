@@ -21,55 +21,67 @@ if TYPE_CHECKING:
 
 _HERE = "fxpipe.extensions"
 
-pipeline_checkpoint = View(f"{_HERE}.checkpoint.pipe:checkpoint", lambda: checkpoint)
+pipeline_checkpoint = View(
+    "Pipeline.checkpoint", f"{_HERE}.checkpoint.pipe:checkpoint", lambda: checkpoint
+)
 """``pipe.checkpoint("run.pt")`` writes to a file all that training needs to go on."""
 
-pipeline_load = View(f"{_HERE}.checkpoint.pipe:load", lambda: load)
+pipeline_load = View("Pipeline.load", f"{_HERE}.checkpoint.pipe:load", lambda: load)
 """``pipe.load("run")`` goes on from a folder."""
 
-pipeline_profile = View(f"{_HERE}.simulator.pipe:profile_pipe", lambda: profile_pipe)
+pipeline_profile = View(
+    "Pipeline.profile", f"{_HERE}.simulator.pipe:profile_pipe", lambda: profile_pipe
+)
 """``pipe.profile(x, target=y, steps=1)`` trains as ``step`` does, and returns the measured
 times."""
 
 pipeline_reset_parameters = View(
-    f"{_HERE}.initial_values.initial:reset_parameters", lambda: reset_parameters
+    "Pipeline.reset_parameters",
+    f"{_HERE}.initial_values.initial:reset_parameters",
+    lambda: reset_parameters,
 )
 """``pipe.reset_parameters(function)`` gives parameters and buffers their initial values."""
 
-pipeline_restore = View(f"{_HERE}.checkpoint.pipe:restore", lambda: restore)
+pipeline_restore = View("Pipeline.restore", f"{_HERE}.checkpoint.pipe:restore", lambda: restore)
 """``pipe.restore("run.pt")`` goes on from a file."""
 
-pipeline_save = View(f"{_HERE}.checkpoint.pipe:save", lambda: save)
+pipeline_save = View("Pipeline.save", f"{_HERE}.checkpoint.pipe:save", lambda: save)
 """``pipe.save("run")`` writes the same to a folder, from any number of ranks."""
 
-pipeline_simulate = View(f"{_HERE}.simulator.pipe:simulate_pipe", lambda: simulate_pipe)
+pipeline_simulate = View(
+    "Pipeline.simulate", f"{_HERE}.simulator.pipe:simulate_pipe", lambda: simulate_pipe
+)
 """``pipe.simulate()`` predicts the time and the memory of a step."""
 
-plan_draw = View(f"{_HERE}.draw.plan:draw_plan", lambda: draw_plan)
+plan_draw = View("Plan.draw", f"{_HERE}.draw.plan:draw_plan", lambda: draw_plan)
 """``plan.draw()`` is a picture of the stages and of what they exchange."""
 
-program_draw = View(f"{_HERE}.draw.program:draw_program", lambda: draw_program)
+program_draw = View("Program.draw", f"{_HERE}.draw.program:draw_program", lambda: draw_program)
 """``program.draw()`` is a picture of the instructions of each device."""
 
-program_simulate = View(f"{_HERE}.simulator:simulate", lambda: simulate)
+program_simulate = View("Program.simulate", f"{_HERE}.simulator:simulate", lambda: simulate)
 """``program.simulate()`` predicts when each instruction runs."""
 
-recipe_formulas = View(f"{_HERE}.formulas.formulas:formulas", lambda: formulas)
+recipe_formulas = View("Recipe.formulas", f"{_HERE}.formulas.formulas:formulas", lambda: formulas)
 """``recipe.formulas()`` are the closed forms of its figures."""
 
-schedule_draw = View(f"{_HERE}.draw.schedule:draw_schedule", lambda: draw_schedule)
+schedule_draw = View("Schedule.draw", f"{_HERE}.draw.schedule:draw_schedule", lambda: draw_schedule)
 """``schedule.draw()`` is a picture of when each task runs."""
 
-schedule_grid_of = View(f"{_HERE}.draw.grid:schedule_grid", lambda: schedule_grid)
+schedule_grid_of = View("Schedule.grid", f"{_HERE}.draw.grid:schedule_grid", lambda: schedule_grid)
 """``schedule.grid()`` is the same as text."""
 
-schedule_simulate = View(f"{_HERE}.simulator:simulate_schedule", lambda: simulate_schedule)
+schedule_simulate = View(
+    "Schedule.simulate", f"{_HERE}.simulator:simulate_schedule", lambda: simulate_schedule
+)
 """``schedule.simulate()`` predicts when each task runs."""
 
 schedule_versions_of = View(
-    f"{_HERE}.overlapping.delays:schedule_versions", lambda: schedule_versions
+    "Schedule.versions", f"{_HERE}.overlapping.delays:schedule_versions", lambda: schedule_versions
 )
 """``schedule.versions()`` tells the version of the weights that each task reads."""
 
-simulation_draw = View(f"{_HERE}.draw.schedule:draw_simulations", lambda: draw_simulations)
+simulation_draw = View(
+    "Simulation.draw", f"{_HERE}.draw.schedule:draw_simulations", lambda: draw_simulations
+)
 """``simulation.draw()`` is a picture of it; ``a.draw(b)`` shows two at one scale."""

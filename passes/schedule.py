@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from fxpipe.extend import find
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
+from fxpipe.parts import Parts
 
 
 def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool) -> Schedule:
@@ -29,7 +29,7 @@ def write_schedule(recipe: Recipe, devices: int, microbatches: int, short: bool)
     """
     schedule = recipe(devices, microbatches)
     if short and schedule.overlaps and not schedule.versions().enough:
-        schedule = find("option", "end_with_flush")(schedule)
+        schedule = Parts.end_with_flush.find()(schedule)
     return schedule.verify()
 
 

@@ -1,4 +1,4 @@
-"""In a user's script, type checkers know what extensions give to fxpipe, and tell a misspelt name."""
+"""Type checkers know what extensions give to fxpipe, and tell a misspelt name."""
 
 from __future__ import annotations
 

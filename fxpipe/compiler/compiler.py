@@ -20,13 +20,13 @@ from fxpipe.compiler.plans import Plans
 from fxpipe.compiler.residence import settle
 from fxpipe.compiler.timetable import Purpose, Timetable
 from fxpipe.errors import InputError, PartitionError, TraceError
-from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.kernel import Kernel
 from fxpipe.log import reported
+from fxpipe.parts import Parts
 from fxpipe.passes.graph.lazy_module import sources_forgotten
 from fxpipe.passes.partition.work import StageLoad
 from fxpipe.passes.runner import run_all
@@ -75,7 +75,7 @@ class Compiler:
         self._last: CallKey | None = None
         self._reads = self.plans.front_end.reads
         self._programs: dict[Any, Program] = {}
-        self._weighing: Weighing = option("weighing", Weighing)(options)
+        self._weighing: Weighing = (Parts.weighing.get() or Weighing)(options)
         self.state: tuple[Any, ...] = (None,)
         self.why = ""
 
@@ -112,7 +112,7 @@ class Compiler:
             return self._within_limits(micro, kind)
         except PartitionError as error:
             step = kind.purpose == "step" and not self.options.decides
-            if error.limited and step and (advise := option("fitting")):
+            if error.limited and step and (advise := Parts.fitting.get()):
                 error.args = (f"{error}; {advise(self, micro, kind)}",)
             raise
 
@@ -213,7 +213,7 @@ class Compiler:
                 "let some parameter that it depends on require a gradient"
             )
         if any(schedule.working):
-            refuse = find("option", "refuse_copied", f"schedule {schedule.name!r}")
+            refuse = Parts.refuse_copied.find(f"schedule {schedule.name!r}")
             refuse(schedule, plan, traced.deferred)
         if kind.outputs:
             traced = self.plans.output_dims(calls[sizes[0]], traced)
@@ -320,7 +320,7 @@ class Compiler:
 
     def _peaks(self, compiled: Compiled) -> list[float]:
         """Device → the most bytes that it is predicted to hold in a step."""
-        peaks = find("option", "peaks", "memory_limits=")
+        peaks = Parts.peaks.find("memory_limits=")
         state = compiled.traced.state_of(self.options.model)
         return [*map(float, peaks(compiled, self.options, state))]
 

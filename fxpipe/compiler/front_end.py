@@ -21,9 +21,9 @@ from fxpipe.compiler.reads import Reads, StandIns
 from fxpipe.compiler.timetable import Purpose
 from fxpipe.compiler.unread import ReadError
 from fxpipe.errors import InputError, TraceError
-from fxpipe.extend import option
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value
+from fxpipe.parts import Parts
 from fxpipe.passes.differentiate.divide import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.explain import untraceable
@@ -140,9 +140,9 @@ class FrontEnd:
         self.options = options
         made = (each.fallback(options) for each in options.extensions)
         self.fallback = next(filter(None, made), None) or Fallback(options.model)
-        self.guard: Guard = option("guard", Guard)(options, self.fallback.called)
+        self.guard: Guard = (Parts.guard.get() or Guard)(options, self.fallback.called)
         self.reads = Reads()
-        any_size = option("any_size")
+        any_size = Parts.any_size.get()
         self._any_size = any_size and any_size()
         self._told: set[str] = set()  # other warnings that were given
 

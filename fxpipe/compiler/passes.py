@@ -22,8 +22,9 @@ from fxpipe.compiler.preflight import (
     try_own_loss,
 )
 from fxpipe.errors import PassError, near
-from fxpipe.extend import find
+from fxpipe.extend import Part
 from fxpipe.ir.schedule import Schedule
+from fxpipe.parts import Parts
 from fxpipe.passes.differentiate.divide import divide
 from fxpipe.passes.differentiate.part_backward import part_backward
 from fxpipe.passes.graph.randomness import seed_randomness
@@ -44,7 +45,7 @@ def add_reduce(schedule: Schedule) -> Schedule:
     """Schedule → Schedule: a reduce right after each stage's last backward."""
     if "A" in schedule.kinds:
         return schedule
-    reducing: Schedule = find("option", "add_reduce", "summing over replicas")(schedule)
+    reducing: Schedule = Parts.add_reduce.find("summing over replicas")(schedule)
     return reducing
 
 
@@ -54,28 +55,28 @@ class FoundPass:
 
     Attributes:
         name: the name of the pass.
-        option: what the door "option" knows it as.
+        part: the pass.
         what: the text in the error before "needs the extension".
     """
 
     name: str
-    option: str
+    part: Part[Any]
     what: str
 
     def find(self) -> Callable[..., Any]:
         """The function, or the class of the pass."""
-        found: Callable[..., Any] = find("option", self.option, self.what)
+        found: Callable[..., Any] = self.part.find(self.what)
         return found
 
     def __call__(self, **facts: Any) -> Any:
         return Pass(self.find(), ", ".join(facts), "")(facts)
 
 
-_CLIP = FoundPass("add_clip", "add_clip", "compile(..., clip_norm=, scaler=)")
-_PART = FoundPass("part_gradients", "part_gradients", "a pipeline of several replicas")
-_FOOTPRINT = FoundPass("footprint_of", "footprint", "memory_limits=")
-_PLACE = FoundPass("place_devices", "place_devices", "a device with streams")
-_STREAMS = FoundPass("streams", "events", "a device with streams")
+_CLIP = FoundPass("add_clip", Parts.add_clip, "compile(..., clip_norm=, scaler=)")
+_PART = FoundPass("part_gradients", Parts.part_gradients, "a pipeline of several replicas")
+_FOOTPRINT = FoundPass("footprint_of", Parts.footprint, "memory_limits=")
+_PLACE = FoundPass("place_devices", Parts.place_devices, "a device with streams")
+_STREAMS = FoundPass("streams", Parts.events, "a device with streams")
 
 SCHEDULE = (
     Pass(write_schedule, "recipe, devices, microbatches, short", "schedule"),

@@ -11,11 +11,11 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import told
-from fxpipe.extend import find
 from fxpipe.ir.plan import StageCosts
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.log import LOGGER
+from fxpipe.parts import Parts
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, first_readers
 from fxpipe.passes.partition.atoms import Footprint
 from fxpipe.passes.partition.measure import NodeCost
@@ -99,7 +99,7 @@ class Placement:
         if self._budget is None:
             machine = partition.machine(schedule, options.names)
             self._budget = (
-                find("option", "memory_budget", "memory_limits=")(schedule, machine)
+                Parts.memory_budget.find("memory_limits=")(schedule, machine)
                 if machine.limited
                 else Budget(machine)
             )

@@ -15,10 +15,10 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.residence import gathered, settle
 from fxpipe.errors import told
-from fxpipe.extend import option
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
+from fxpipe.parts import Parts
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.shapes import Shapes
@@ -62,7 +62,7 @@ class Plans:
         self.graphs: dict[Any, Graph] = {}
         self.made = 0
         self.proven = False
-        check = option("check")
+        check = Parts.check.get()
         self._compare: Compare | None = check and check(self)
         self.placement = placement
         # kind of call → the first shapes, which have a graph of their own; None if they do not

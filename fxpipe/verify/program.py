@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from numbers import Integral
 
 from fxpipe.errors import Fault, InputError, VerificationError
-from fxpipe.extend import find, there
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
+from fxpipe.parts import Parts
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify.alone import opcodes_of
 from fxpipe.verify.channels import Transfers
@@ -50,7 +50,7 @@ def _faults(program: Program, channel: int | None) -> list[Fault]:
         kinds = [x.stands_for.letter if x.stands_for else x.task for x in everywhere]
         faults.extend(complete(window, [kind for kind in kinds if kind is not None]))
         if program.copies:
-            together = find("option", "run_together", f"program {program.name!r}")
+            together = Parts.run_together.find(f"program {program.name!r}")
             faults.extend(together(window))
         faults.extend(ascending(window))
     faults.extend(ran.faults())
@@ -59,8 +59,8 @@ def _faults(program: Program, channel: int | None) -> list[Fault]:
     if "communicate" in program.passes:
         transfers = Transfers(ran)
         faults.extend([*transfers.paired(), *missing(ran), *transfers.stuck(channel)])
-    if program.launches and not faults and there("option", "unordered"):
-        faults.extend(find("option", "unordered")(program))
+    if program.launches and not faults and Parts.unordered.there:
+        faults.extend(Parts.unordered.find()(program))
     return faults
 
 
@@ -101,7 +101,7 @@ def _frame(program: Program) -> Iterator[Fault]:
     if program.replicas < 1:
         yield Fault(f"it has {program.replicas} replicas", "give it at least 1")
     if program.copies:
-        misplaced = find("option", "copies_faults", f"program {program.name!r}")
+        misplaced = Parts.copies_faults.find(f"program {program.name!r}")
         yield from misplaced(program.placement, program.copies, program.devices)
         if program.replicas > 1 or program.depth:
             what = "it has copies of stages, and several replicas or batches that overlap"

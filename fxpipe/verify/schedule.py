@@ -8,10 +8,10 @@ from itertools import chain
 from numbers import Integral
 
 from fxpipe.errors import Fault, VerificationError
-from fxpipe.extend import find
 from fxpipe.ir.schedule import Schedule, delay_text
 from fxpipe.ir.task import Key, is_task
 from fxpipe.ir.walk import Wait, needs_of, walk
+from fxpipe.parts import Parts
 from fxpipe.torchtools.state import without_collection
 from fxpipe.verify.tasks import (
     Spot,
@@ -53,7 +53,7 @@ def verify_schedule(schedule: Schedule) -> Schedule:
     """
     window, faults, whole = _judge(schedule)
     if whole and schedule.overlaps:  # with missing tasks, delays mean nothing
-        faults += find("option", "delays", f"schedule {schedule.name!r}")(window)
+        faults += Parts.delays.find(f"schedule {schedule.name!r}")(window)
     _refuse(schedule, faults)
     return schedule
 
@@ -81,7 +81,7 @@ def _judge(schedule: Schedule) -> tuple[Window, list[Fault], bool]:
     faults = [*window.faults, *complete(window, _everywhere(schedule, window))]
     whole = not faults
     if schedule.copies:
-        faults += find("option", "run_together", f"schedule {schedule.name!r}")(window)
+        faults += Parts.run_together.find(f"schedule {schedule.name!r}")(window)
     faults += pairs(window)
     faults += ascending(window)
     faults += dependencies(window, needs_of(schedule))
@@ -191,7 +191,7 @@ def _frame(schedule: Schedule) -> Iterator[Fault]:
     if min(schedule.delays, default=0) < 0:
         yield Fault(f"its delay is {delay_text(schedule.delay)}", "give at least 0")
     if schedule.copies:
-        misplaced = find("option", "copies_faults", f"schedule {schedule.name!r}")
+        misplaced = Parts.copies_faults.find(f"schedule {schedule.name!r}")
         yield from misplaced(schedule.placement, schedule.copies, schedule.devices)
         if schedule.overlaps:
             yield Fault(

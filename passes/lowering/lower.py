@@ -14,6 +14,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import BESIDE, BUILT_IN, Task
 from fxpipe.ir.value import HOST
+from fxpipe.parts import Parts
 from fxpipe.torchtools.state import without_collection
 
 
@@ -217,7 +218,7 @@ class _Instructions:
         self._recomputed = schedule.indices_of("R")
         self._beside: Beside | None = None
         if any(kind in schedule.kinds for kind in BESIDE):
-            find_beside = find("option", "offload", f"the O of schedule {schedule.name!r}")
+            find_beside = Parts.offload.find(f"the O of schedule {schedule.name!r}")
             self._beside = find_beside(schedule, lower.plan)
         self._updates = {
             task.stage: (-task.batch, position)
@@ -227,8 +228,8 @@ class _Instructions:
         }
         self._sums: Sums | None = None
         if lower.replicas > 1 or any(schedule.working):
-            name = "sum_replicas" if lower.replicas > 1 else "sum_copies"
-            make = find("option", name, f"schedule {schedule.name!r}")
+            part = Parts.sum_replicas if lower.replicas > 1 else Parts.sum_copies
+            make = part.find(f"schedule {schedule.name!r}")
             self._sums = make(schedule, lower.plan, lower.updates)
 
     def begin(self, device: int) -> Iterator[ins.Instruction]:

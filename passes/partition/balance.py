@@ -20,10 +20,10 @@ from dataclasses import replace
 from torch import fx, nn
 
 from fxpipe.errors import PartitionError, near
-from fxpipe.extend import option
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.called import calls_in
 from fxpipe.ir.traced import Traced
+from fxpipe.parts import Parts
 from fxpipe.passes.partition.assignment import (
     Assignment,
     bonds,
@@ -69,7 +69,7 @@ def balance(
             f"the model can be cut into at most {len(atoms.nodes)} stages, not {stages}; "
             "give fewer devices"
         )
-    partitioner = partitioner or option("partitioner", Partitioner)()
+    partitioner = partitioner or (Parts.partitioner.get() or Partitioner)()
     division = partitioner.divide(atoms.work, machine)
     if division is None:
         division = partitioner.nearest(atoms.work, machine)

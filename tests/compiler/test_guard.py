@@ -34,7 +34,7 @@ def test_without_the_extension_modes_and_parameters_count_and_plain_numbers_stay
     watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not watched:
-        monkeypatch.delitem(extend._REGISTRY["option"], "guard")
+        monkeypatch.delitem(extend._REGISTRY["part"], "guard")
     torch.manual_seed(0)
     model = Scaled()
     alone = copy.deepcopy(model)

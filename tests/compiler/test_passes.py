@@ -16,7 +16,7 @@ import fxpipe
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.passes import LISTS, FoundPass
 from fxpipe.errors import PassError
-from fxpipe.extend import Extension, there
+from fxpipe.extend import Extension
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -30,7 +30,7 @@ EVERY = [each for passes in LISTS.values() for each in passes]
 def test_a_pass_requires_what_it_takes(each: Pass) -> None:
     function = each.function
     if isinstance(function, FoundPass):
-        if not there("option", function.option):
+        if not function.part.there:
             pytest.skip("its extension is not there")
         function = function.find()
     signatures = [inspect.signature(function)]

@@ -39,9 +39,9 @@ def assert_read_back(word: str, instruction: ins.Instruction, text: str) -> None
     assert Program.parse(str(program)) == program
 
 
-def take_away(monkeypatch: pytest.MonkeyPatch, option: str, word: str) -> None:
-    """Let the code of an extension's option and of one of its instructions be missing."""
+def take_away(monkeypatch: pytest.MonkeyPatch, part: str, word: str) -> None:
+    """Let the code of an extension's part and of one of its instructions be missing."""
     doors: Any = extend._REGISTRY
-    for door, name in (("option", option), ("instruction", word)):
+    for door, name in (("part", part), ("instruction", word)):
         assert name in doors[door]
         monkeypatch.setitem(doors[door], name, "fxpipe.extensions.gone:Gone")

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import HOST, Edge
+from fxpipe.parts import Parts
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -75,19 +75,19 @@ def chain_program(
 
 def end_with_flush(schedule: Schedule) -> Schedule:
     """The schedule with a flush, by the extension of overlapping batches."""
-    ended: Schedule = find("option", "end_with_flush")(schedule)
+    ended: Schedule = Parts.end_with_flush.find()(schedule)
     return ended
 
 
 def add_reduce(schedule: Schedule) -> Schedule:
     """The schedule with reduces, by the extension that sums over replicas."""
-    reduced: Schedule = find("option", "add_reduce")(schedule)
+    reduced: Schedule = Parts.add_reduce.find()(schedule)
     return reduced
 
 
 def add_clip(schedule: Schedule) -> Schedule:
     """The schedule with clips, by the extension that clips."""
-    clipped: Schedule = find("option", "add_clip")(schedule)
+    clipped: Schedule = Parts.add_clip.find()(schedule)
     return clipped
 
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.extend import find
 from fxpipe.ir.opcodes.base import Instruction, OncePerStep, Wrong
 from fxpipe.ir.task import KINDS, TaskKind
 from fxpipe.ir.value import Buffer, own_buffer
+from fxpipe.parts import Parts
 
 if TYPE_CHECKING:
     from fxpipe.ir.program import Program
@@ -118,7 +118,7 @@ class Add(_AtHome):
             totals = totalled(totals, gradients)
             for name, moments in written.items():  # only moments, see ``refuse_copied``
                 if name in state:
-                    merged = find("option", "merged_moments", "deferred BatchNorm with copies")
+                    merged = Parts.merged_moments.find("deferred BatchNorm with copies")
                     moments = merged([state[name], moments])
                 state[name] = moments
         machine.store.gradients[self.stage, self.batch] = list(totals)

@@ -57,7 +57,7 @@ class Fixed:
         self.values = [fixed if isinstance(fixed, Tensor) else value for fixed, value in pairs]
 
 
-class Part(NamedTuple):
+class TaskGraph(NamedTuple):
     """One captured call: its result, whose tensors every replay overwrites, and the replay."""
 
     result: Any
@@ -78,9 +78,9 @@ class Slot:
     graphs: SlotGraphs = field(default_factory=SlotGraphs)
     inputs: Fixed | None = None
     gradients: Fixed | None = None
-    captures: dict[Key, dict[str, Part]] = field(default_factory=dict)
+    captures: dict[Key, dict[str, TaskGraph]] = field(default_factory=dict)
 
-    def parts(self, key: Key, most: int) -> dict[str, Part]:
+    def parts(self, key: Key, most: int) -> dict[str, TaskGraph]:
         """Return task → capture for a key. Drops the captures of the least recently used keys, so
         that those of at most ``most`` keys are kept."""
         parts = self.captures.pop(key, {})
@@ -100,7 +100,7 @@ class SlotLease:
     def __init__(self, slot: Slot, free: list[Slot]) -> None:
         """Take a slot, which returns to ``free``. Any thread may do that: appending is atomic."""
         self.slot = slot
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, TaskGraph] = {}
         self._free: list[Slot] | None = free
 
     @property
@@ -279,7 +279,7 @@ class Captured(Wrapping):
                     run()
                 self._warm.add(task)
             what = f"{task.replace('_', ' ')} of stage {self._stage}"
-            lease.parts[task] = part = Part(*lease.slot.graphs.capture(run, what))
+            lease.parts[task] = part = TaskGraph(*lease.slot.graphs.capture(run, what))
             self.captures += 1
         part.replay()
         return part.result

@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 
 from fxpipe import random
 from fxpipe.errors import TraceError
-from fxpipe.extend import find
 from fxpipe.extensions.model_check.fixed_draws import FixedDraws, pattern
 from fxpipe.extensions.model_check.gradients import Compare, compare_gradients
 from fxpipe.extensions.model_check.serial import run_serially
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import AUTOCAST, Traced, Value
 from fxpipe.kernels.graph import GraphKernel
+from fxpipe.parts import Parts
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import memory, taken_apart
 
@@ -152,7 +152,7 @@ def check(
                 roots = {traced.loss: loss}
             writes: Mapping[str, Tensor] = result.written
             if traced.deferred:
-                commit = find("option", "commit_moments", "deferred BatchNorm")
+                commit = Parts.commit_moments.find("deferred BatchNorm")
                 writes = commit(traced.deferred, before, writes)
             for name, here in writes.items():
                 compare(_buffer(name), here, after[name])

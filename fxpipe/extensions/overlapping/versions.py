@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fxpipe.extend import find
 from fxpipe.extensions.overlapping.stage_weights import Buffers, StageWeights, frozen
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.traced import DeferredNorm
+from fxpipe.parts import Parts
 from fxpipe.runtime.weights.live import Weights
 
 
@@ -170,7 +170,7 @@ class VersionedWeights(Weights):
     def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values of buffers after a batch, from what a device's forwards have written by name:
         their newest values, or moments for the statistics of a deferred BatchNorm."""
-        commit = find("option", "commit_moments", "deferred BatchNorm")
+        commit = Parts.commit_moments.find("deferred BatchNorm")
         values: dict[str, Tensor] = commit(self.deferred, {**self._state, **written}, written)
         return values
 

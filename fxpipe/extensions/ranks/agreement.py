@@ -21,7 +21,6 @@ from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
-from fxpipe.extend import find
 from fxpipe.extensions.attributes import restoring
 from fxpipe.extensions.ranks.channels import RankBackend
 from fxpipe.extensions.ranks.group import RankGroup
@@ -33,6 +32,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import COMPILED, GraphKernel, is_compiled
+from fxpipe.parts import Parts
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
@@ -50,7 +50,7 @@ class Ranks(RankGroup):
     def backend(self, options: Options) -> RankBackend:
         kind: type[RankBackend] = RankBackend
         if options.places:
-            kind = find("option", "rank_streams", f"{options.here} has streams, and")
+            kind = Parts.rank_streams.find(f"{options.here} has streams, and")
         return kind(self, options)
 
     def same_options(self, options: Options) -> None:

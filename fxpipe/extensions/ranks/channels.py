@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, RankError
-from fxpipe.extend import find
 from fxpipe.extensions.ranks.group import RankGroup, failure_of
 from fxpipe.extensions.ranks.log import Entry
 from fxpipe.extensions.ranks.packing import enclosed, opened
@@ -29,6 +28,7 @@ from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import CROSSING, Buffer
+from fxpipe.parts import Parts
 from fxpipe.runtime.backend import Backend, Channels
 from fxpipe.runtime.host import Job, in_own_storage
 from fxpipe.runtime.interpreter import Machine, Stopped
@@ -84,7 +84,7 @@ class RankChannels(Channels):
         self._stopped = threading.Event()
         self.failure: RankError | None = None
         if group.replicas > 1:
-            collectives = find("option", "collectives", "training several replicas")
+            collectives = Parts.collectives.find("training several replicas")
             self.replicas = collectives(group, pairs, self._stopped, in_order=in_order)
         # device → what was sent to it and may not be there yet
         self._sent: dict[int, deque[tuple[Buffer, Tensor, Any]]] = {}

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe.errors import InputError
-from fxpipe.extend import find
 from fxpipe.extensions.ranks.channels import explained
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.replicas.opcodes import owners, part_of
 from fxpipe.ir.traced import DeferredNorm
+from fxpipe.parts import Parts
 from fxpipe.runtime.interpreter import Machine
 
 T = TypeVar("T")
@@ -159,7 +159,7 @@ class Collectives:
         moments = [norm.moments for norm in deferred if norm.moments in found[0]]
         if not moments:
             return found[0]
-        merge = find("option", "merged_moments", "deferred BatchNorm over replicas")
+        merge = Parts.merged_moments.find("deferred BatchNorm over replicas")
         return found[0] | {name: merge([values[name] for values in found]) for name in moments}
 
     def _gather(self, kinds: Kinds, rows: Rows) -> _Begun:

@@ -11,12 +11,12 @@ from time import perf_counter
 
 import torch
 
-from fxpipe.extend import find, there
 from fxpipe.extensions.simulator.costs import measured_costs
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import HOST
+from fxpipe.parts import Parts
 
 _ROUNDS = 4
 """How often a rate is measured; the quickest counts."""
@@ -46,10 +46,10 @@ def away_rates(place: str) -> tuple[float, float]:
     """The bytes per second that a device of this type offloads, and that it fetches again: measured
     once on this machine for each folder of temporary files, and kept where inductor keeps things;
     without that extension, once in this process."""
-    if not there("option", "kept"):
+    if not Parts.kept.there:
         return _measured_rates(place)
     what = f"away {place} {tempfile.gettempdir()} on {platform.node()}"
-    stored, fetched = find("option", "kept")(what, lambda: _measured_rates(place))
+    stored, fetched = Parts.kept.find()(what, lambda: _measured_rates(place))
     return stored, fetched
 
 

@@ -8,12 +8,12 @@ from functools import cache
 import torch
 from torch import fx
 
-from fxpipe.extend import find
 from fxpipe.extensions.simulator.pairs import pairs_in, start_together
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.value import HOST, Edge
+from fxpipe.parts import Parts
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -70,7 +70,7 @@ def chain_program(
         replicas = 2 if "A" in schedule.kinds and not schedule.copies else 1
     summed = schedule.trains and (replicas > 1 or any(schedule.working))
     if summed and "A" not in schedule.kinds:
-        schedule = find("option", "add_reduce", "summing over replicas")(schedule)
+        schedule = Parts.add_reduce.find("summing over replicas")(schedule)
     lower = Lower(plan_for(schedule, buckets), updates="U" in schedule.kinds, replicas=replicas)
     program = communicate(lower(schedule))
     if schedule.paired:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from fxpipe.extend import find
+from fxpipe.parts import Parts
 from fxpipe.torchtools.optimizers import copy_alone
 from fxpipe.torchtools.pytrees import in_blocks
 
@@ -75,7 +75,7 @@ def _steps(optimizer: Optimizer, groups: list[dict[str, Any]], block: int) -> tu
     """The same for a copy of the optimizer with other parameter groups."""
     stepped, step = copy_alone(optimizer, groups), type(optimizer).step
     step(stepped)
-    with find("option", "counting")(meta=block) as counting:
+    with Parts.counting.find()(meta=block) as counting:
         step(stepped)
     return _bytes(stepped.state, block), counting.peak
 

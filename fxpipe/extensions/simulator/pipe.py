@@ -16,7 +16,6 @@ from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import find
 from fxpipe.extensions.shares import tell_shares
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.away import away_costs
@@ -35,6 +34,7 @@ from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.locks import locked
+from fxpipe.parts import Parts
 from fxpipe.pipeline import Pipeline
 from fxpipe.torchtools.pytrees import BLOCK
 from fxpipe.torchtools.state import without_collection
@@ -268,7 +268,7 @@ def held_sizes(
 
 def _largest_share(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, Tensor]:
     """The parameters that the replica with the most bytes updates."""
-    by = find("option", "owners")([p.nbytes for p in parameters.values()], replicas)
+    by = Parts.owners.find()([p.nbytes for p in parameters.values()], replicas)
     shares: list[dict[str, Tensor]] = [{} for _ in range(replicas)]
     for of, (name, parameter) in zip(by, parameters.items(), strict=True):
         shares[of][name] = parameter

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fxpipe.extend import find
 from fxpipe.ir.value import Buffer
+from fxpipe.parts import Parts
 
 if TYPE_CHECKING:
     from fxpipe.extensions.simulator.sums import Summed
@@ -157,7 +157,7 @@ class Sizes:
         counts = Counter[int]()  # tensors of one data type are divided together
         for count, size in whole:
             counts[size] += count
-        part_of = find("option", "part_of")
+        part_of = Parts.part_of.find()
         return sum(size * len(part_of(counts[size], replica, replicas)) for size in counts)
 
     def summing(
@@ -182,7 +182,7 @@ class Sizes:
         if what == "weights":
             whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
             sizes = [count * size for count, size in whole]
-            own = zip(sizes, find("option", "owners")(sizes, replicas), strict=True)
+            own = zip(sizes, Parts.owners.find()(sizes, replicas), strict=True)
             return (replicas - 1) * sum(size for size, of in own if of == replica)
         part = self.part(stage, replica, replicas, bucket)
         parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - part

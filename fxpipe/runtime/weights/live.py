@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpipe.extend import find
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.traced import DeferredNorm
+from fxpipe.parts import Parts
 from fxpipe.runtime.interpreter import Stopped
 
 _PARAMETERS = ("params", "param_names")
@@ -272,7 +272,7 @@ class LiveWeights(Weights):
         """
         with torch.no_grad():
             if self.deferred:
-                commit = find("option", "commit_moments", "deferred BatchNorm")
+                commit = Parts.commit_moments.find("deferred BatchNorm")
                 state = commit(self.deferred, self._state, state)
             for name, value in state.items():
                 self._state[name].copy_(value)

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import InputError
-from fxpipe.extend import find, option
 from fxpipe.ir.plan import Plan
+from fxpipe.parts import Parts
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, bring, refuse_step_hooks
 from fxpipe.torchtools.optimizers import Several, class_of, parts_of, with_given
@@ -91,7 +91,7 @@ class Optimizers:
             if name in self.others:
                 whole.state.pop(parameter, None)
         bring(whole)
-        if (warn := option("coupled")) is not None:
+        if (warn := Parts.coupled.get()) is not None:
             warn(whole, len([*filter(None, stages)]))
         made = tuple(None if stage is None else self._given.of(stage) for stage in owned)
         self.made = made
@@ -105,7 +105,7 @@ class Optimizers:
         if not stage or self._shard is None:
             return dict(stage) or None
         replica, replicas = self._shard
-        by = find("option", "owners")([p.nbytes for p in stage.values()], replicas)
+        by = Parts.owners.find()([p.nbytes for p in stage.values()], replicas)
         return {name: p for (name, p), of in zip(stage.items(), by, strict=True) if of == replica}
 
     def one(self) -> Optimizer:

@@ -90,6 +90,6 @@ def test_other_errors_of_a_cut_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_the_planner_the_error_names_no_schedule() -> None:
     given = {"schedule": "1f1b", "microbatches": 2, "memory_limits": 1000}
     with_it = refused(**given)
-    known = {n: t for n, t in extend._REGISTRY["option"].items() if n != "fitting"}
-    with patch.dict(extend._REGISTRY["option"], known, clear=True):
+    known = {n: t for n, t in extend._REGISTRY["part"].items() if n != "fitting"}
+    with patch.dict(extend._REGISTRY["part"], known, clear=True):
         assert with_it.startswith(f"{refused(**given)}; ")

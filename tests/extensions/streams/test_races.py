@@ -210,7 +210,7 @@ def test_without_the_extension_order_is_not_asked_for(monkeypatch: pytest.Monkey
     program = launched("1f1b", 2, 2)
     blind = replace(program, launches=tuple(tuple(map(_blind, own)) for own in program.launches))
     assert not accepts(blind)
-    monkeypatch.delitem(extend._REGISTRY["option"], "unordered")
+    monkeypatch.delitem(extend._REGISTRY["part"], "unordered")
     assert accepts(blind)
 
 
