@@ -161,7 +161,7 @@ class Whole(nn.Module):
         for name, buffer in [] if loss is None else loss.named_buffers():
             self._hold(f"b_loss_{name}", f"loss:{name}", buffer)
         self.outputs: list[Any] = []
-        self.copied = range(0)
+        self.copied = set[int]()
         self._calls: list[tuple[str, int, int]] = []
         self.spec = pytree.tree_structure(())
 
@@ -209,10 +209,11 @@ class Whole(nn.Module):
             found = (mine,)
         outputs = [x for x in self.outputs if isinstance(x, Tensor)]
         if self._step:
-            self.copied = range(len(outputs), len(outputs) + len(found))
+            self.copied = {*range(len(outputs), len(outputs) + len(found))}
             return (*(x.detach() for x in outputs), *(x.clone() for x in found))
-        self.copied = range(len(outputs))
-        return tuple(x.clone() for x in outputs)
+        given = {*map(id, tensors)}  # which the caller gets as they are
+        self.copied = {at for at, x in enumerate(outputs) if id(x) not in given}
+        return tuple(x.clone() if at in self.copied else x for at, x in enumerate(outputs))
 
     def differentiated(self, error: BaseException) -> list[str]:
         """The submodules in the backward of whose own functions an exception was raised, outermost

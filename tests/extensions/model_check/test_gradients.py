@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +19,9 @@ from fxpipe.errors import TraceError
 from fxpipe.extensions.model_check.check import check
 from fxpipe.extensions.model_check.serial import SerialBackward
 from fxpipe.ir.plan import Stage
+from fxpipe.ir.traced import Traced
 from fxpipe.passes.differentiate.part_backward import part_backward
-from tests.extensions.model_check.test_check import checked, drop_detach
+from tests.extensions.model_check.test_check import checked
 from tests.helpers.fronted import differentiated, front_end, in_stages, values_of
 
 BRANCHES = 4
@@ -83,8 +84,13 @@ def test_a_wrong_gradient_is_found_in_whatever_order_the_model_computes_it(
 
 
 def test_a_gradient_that_only_the_plan_has_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"the gradient of 'layers\.3\.(weight|bias)'"):
-        checked(Branches(), torch.randn(2, 3), drop_detach)
+    def invent(traced: Traced) -> None:
+        assert traced.backward is not None
+        made = cast(dict[str, str], traced.backward.gradients)
+        made["p_layers_3_bias"] = made["p_layers_2_bias"]
+
+    with pytest.raises(TraceError, match=r"the gradient of 'layers\.3\.bias'"):
+        checked(Branches(), torch.randn(2, 3), invent, stages=1)
 
 
 def test_an_error_of_the_plan_is_not_taken_for_one_of_the_model() -> None:
