@@ -22,7 +22,6 @@ from benchmarks.models.pairs import Cell, First, Twice
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Grid, Report
-from fxpipe.extensions.exact_cut.solve import SLACK, solve
 from fxpipe.ir.traced import Value
 from fxpipe.passes.differentiate.divide import Wanted, divide
 from fxpipe.passes.differentiate.part_backward import part_backward
@@ -31,6 +30,7 @@ from fxpipe.passes.partition.assignment import one_stage
 from fxpipe.passes.partition.atoms import Atoms, Footprint, atoms_of
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure
+from fxpipe.passes.partition.solve import SLACK, solve
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from fxpipe.passes.tracing.capture import capture
 from fxpipe.torchtools.source import module_paths

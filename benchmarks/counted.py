@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 import fxpipe
-from fxpipe.extensions.leaf_modules.counting import Counting
 from fxpipe.extensions.ranks import packing
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.interpreter import Machine
+from fxpipe.torchtools.counting import Counting
 
 Handler = Callable[[Machine, Any], None]
 

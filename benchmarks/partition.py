@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
-from fxpipe.extensions.exact_cut.solve import solve
+from fxpipe.passes.partition.solve import solve
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 
 ATOMS = 10_000

@@ -37,15 +37,15 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import A, B, C, F, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
 
 if TYPE_CHECKING:
+    from fxpipe.compiler.leaf_modules.extension import LeafModules
+    from fxpipe.compiler.loss_weight.extension import LossWeight
     from fxpipe.entry import compile
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.capturing import CudaGraphs
     from fxpipe.extensions.deferred_batchnorm.defer_batchnorm import DeferredBatchNorm
     from fxpipe.extensions.dispatch.extension import Dispatch
     from fxpipe.extensions.inductor.compile_stages import Inductor
-    from fxpipe.extensions.leaf_modules.extension import LeafModules
     from fxpipe.extensions.list_schedules.listed import list_schedule
-    from fxpipe.extensions.loss_weight.extension import LossWeight
     from fxpipe.extensions.offload.add_offload import Offload
     from fxpipe.extensions.ranks.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LATER = {
+    "LeafModules": "fxpipe.compiler.leaf_modules.extension",
+    "LossWeight": "fxpipe.compiler.loss_weight.extension",
     "Partition": "fxpipe.passes.partition.options",
     "Pipeline": "fxpipe.pipeline",
     "compile": "fxpipe.entry",

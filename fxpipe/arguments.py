@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fxpipe.compiler.leaf_modules.extension import LeafModules
 from fxpipe.compiler.objective import Objective, Reduction
 from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension, LateSchedule, find, names
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
-from fxpipe.parts import Parts
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 
@@ -206,13 +206,11 @@ def check_slices(recipe: Recipe, extensions: Sequence[Extension]) -> None:
 
 
 def with_automatic(extensions: Sequence[Extension]) -> tuple[Extension, ...]:
-    """The extensions, and the one of the option "fallback" if it is there. It comes last: so its
-    passes come right after those that they stand in for."""
-    if (automatic := Parts.fallback.get()) is None:
-        return tuple(extensions)
-    others = [each for each in extensions if not isinstance(each, automatic)]
-    given = [each for each in extensions if isinstance(each, automatic)]
-    return (*others, *(given or [automatic()]))
+    """The extensions, with ``LeafModules``, which comes last: so its passes come right after those
+    that they stand in for."""
+    others = [each for each in extensions if not isinstance(each, LeafModules)]
+    given = [each for each in extensions if isinstance(each, LeafModules)]
+    return (*others, *(given or [LeafModules()]))
 
 
 def _is_positive(value: Any) -> bool:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from fxpipe.kernels.kernel import Kernel
     from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
-    from fxpipe.passes.tracing.tracer import Fallback
     from fxpipe.runtime.choice import ThreadChoice
     from fxpipe.runtime.transport import MakeTransport
 
@@ -93,8 +92,6 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.defer_batchnorm:DeferredBatchNorm",
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
         "Inductor": f"{_HERE}.inductor.compile_stages:Inductor",
-        "LeafModules": f"{_HERE}.leaf_modules.extension:LeafModules",
-        "LossWeight": f"{_HERE}.loss_weight.extension:LossWeight",
         "Offload": f"{_HERE}.offload.add_offload:Offload",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Slices": f"{_HERE}.slices.extension:Slices",
@@ -352,10 +349,6 @@ class Extension:
 
     def partitioner(self) -> Partitioner | None:
         """What divides a model's operations among the stages, or None."""
-        return None
-
-    def fallback(self, options: Options) -> Fallback | None:
-        """What decides about lines that cannot be traced, or None. Called once for a pipe."""
         return None
 
     def transport(self) -> MakeTransport | None:

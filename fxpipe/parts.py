@@ -8,28 +8,20 @@ from typing import TYPE_CHECKING
 from fxpipe.extend import Part
 
 if TYPE_CHECKING:
-    from fxpipe.extensions.any_size.graphs import AnySizeGraphs
     from fxpipe.extensions.clipping.clipping import Clipping
     from fxpipe.extensions.clipping.opcodes import add_clip
     from fxpipe.extensions.copies.lowering import SumCopies, check_copies, refuse_copied
     from fxpipe.extensions.copies.rules import copies_faults, run_together
-    from fxpipe.extensions.coupled_updates.coupled import warn_if_coupled
     from fxpipe.extensions.deferred_batchnorm.moments import commit, merged_moments
     from fxpipe.extensions.differentiable.call import differentiable_call
-    from fxpipe.extensions.exact_cut.solve import ExactCut
     from fxpipe.extensions.inductor.libraries import kept
-    from fxpipe.extensions.leaf_modules.counting import Counting
-    from fxpipe.extensions.leaf_modules.extension import LeafModules
-    from fxpipe.extensions.loss_weight.weighing import ByDivisors
     from fxpipe.extensions.memory_limits.budget import MemoryBudget
     from fxpipe.extensions.memory_limits.footprint import estimate_footprint
     from fxpipe.extensions.metrics.meter import metrics
-    from fxpipe.extensions.model_check.checking import Checking
     from fxpipe.extensions.offload.lowering import LowerOffload
     from fxpipe.extensions.overlapping.delays import end_with_flush, too_small
     from fxpipe.extensions.overlapping.step import step
     from fxpipe.extensions.planner.fitting import fitting_advice
-    from fxpipe.extensions.python_state.state_guard import StateGuard
     from fxpipe.extensions.ranks.mesh import ranks_of
     from fxpipe.extensions.ranks.streams import StreamRanks
     from fxpipe.extensions.replicas.buckets import into_buckets
@@ -51,25 +43,19 @@ class Parts:
 
     add_clip = Part(f"{_HERE}.clipping.opcodes:add_clip", lambda: add_clip)
     add_reduce = Part(f"{_HERE}.replicas.lowering:add_reduce", lambda: add_reduce)
-    any_size = Part(f"{_HERE}.any_size.graphs:AnySizeGraphs", lambda: AnySizeGraphs)
     call = Part(f"{_HERE}.differentiable.call:differentiable_call", lambda: differentiable_call)
-    check = Part(f"{_HERE}.model_check.checking:Checking", lambda: Checking)
     check_copies = Part(f"{_HERE}.copies.lowering:check_copies", lambda: check_copies)
     clipping = Part(f"{_HERE}.clipping.clipping:Clipping", lambda: Clipping)
     collectives = Part(f"{_HERE}.replicas.collectives:Collectives", lambda: Collectives)
     commit_moments = Part(f"{_HERE}.deferred_batchnorm.moments:commit", lambda: commit)
     copies_faults = Part(f"{_HERE}.copies.rules:copies_faults", lambda: copies_faults)
-    counting = Part(f"{_HERE}.leaf_modules.counting:Counting", lambda: Counting)
-    coupled = Part(f"{_HERE}.coupled_updates.coupled:warn_if_coupled", lambda: warn_if_coupled)
     delays = Part(f"{_HERE}.overlapping.delays:too_small", lambda: too_small)
     end_with_flush = Part(f"{_HERE}.overlapping.delays:end_with_flush", lambda: end_with_flush)
     events = Part(f"{_HERE}.streams.events:Streams", lambda: Streams)
-    fallback = Part(f"{_HERE}.leaf_modules.extension:LeafModules", lambda: LeafModules)
     fitting = Part(f"{_HERE}.planner.fitting:fitting_advice", lambda: fitting_advice)
     footprint = Part(
         f"{_HERE}.memory_limits.footprint:estimate_footprint", lambda: estimate_footprint
     )
-    guard = Part(f"{_HERE}.python_state.state_guard:StateGuard", lambda: StateGuard)
     kept = Part(f"{_HERE}.inductor.libraries:kept", lambda: kept)
     memory_budget = Part(f"{_HERE}.memory_limits.budget:MemoryBudget", lambda: MemoryBudget)
     merged_moments = Part(
@@ -82,7 +68,6 @@ class Parts:
     owners = Part(f"{_HERE}.replicas.opcodes:owners", lambda: owners)
     part_gradients = Part(f"{_HERE}.replicas.buckets:into_buckets", lambda: into_buckets)
     part_of = Part(f"{_HERE}.replicas.opcodes:part_of", lambda: part_of)
-    partitioner = Part(f"{_HERE}.exact_cut.solve:ExactCut", lambda: ExactCut)
     peaks = Part(f"{_HERE}.simulator.pipe:peaks", lambda: peaks)
     place_devices = Part(f"{_HERE}.streams.place_devices:place_devices", lambda: place_devices)
     rank_streams = Part(f"{_HERE}.ranks.streams:StreamRanks", lambda: StreamRanks)
@@ -94,4 +79,3 @@ class Parts:
     sum_replicas = Part(f"{_HERE}.replicas.lowering:SumReplicas", lambda: SumReplicas)
     table = Part(f"{_HERE}.stage_table.table:stage_table", lambda: stage_table)
     unordered = Part(f"{_HERE}.streams.clocks:unordered", lambda: unordered)
-    weighing = Part(f"{_HERE}.loss_weight.weighing:ByDivisors", lambda: ByDivisors)

@@ -216,17 +216,6 @@ def _turn(made: Contender, steps: int) -> tuple[float, float, tuple[float, ...]]
     return seconds / steps, cpu / steps, tuple(float(loss) for loss in losses if loss is not None)
 
 
-OWN = (
-    "any_size",
-    "exact_cut",
-    "fast_trace",
-    "leaf_modules",
-    "loss_weight",
-    "python_state",
-)
-"""The extensions that fxpipe imports by itself when it compiles."""
-
-
 def _import_all() -> None:
     """Import what an export does, and what fxpipe does at its first compilation, so that no
     contender's modules count as what it holds."""
@@ -241,8 +230,7 @@ def _import_all() -> None:
     importlib.import_module("torch.distributed.pipelining")
     if "fxpipe" in sys.modules:
         for module in pkgutil.walk_packages(sys.modules["fxpipe"].__path__, "fxpipe."):
-            _, folder, *inner = *module.name.split("."), ""
-            if folder != "__main__" and (folder != "extensions" or inner[0] in OWN):
+            if module.name.split(".")[1] not in ("__main__", "extensions"):
                 importlib.import_module(module.name)
 
 

@@ -12,7 +12,8 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.guard import KEPT
-from fxpipe.compiler.objective import Weighed, Weighing
+from fxpipe.compiler.loss_weight.weighing import Weighing
+from fxpipe.compiler.objective import Weighed
 from fxpipe.compiler.often import CallKey, why_compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
@@ -75,7 +76,7 @@ class Compiler:
         self._last: CallKey | None = None
         self._reads = self.plans.front_end.reads
         self._programs: dict[Any, Program] = {}
-        self._weighing: Weighing = (Parts.weighing.get() or Weighing)(options)
+        self._weighing = Weighing(options)
         self.state: tuple[Any, ...] = (None,)
         self.why = ""
 
@@ -172,7 +173,7 @@ class Compiler:
             sources_forgotten(),
             without_saved_tensor_hooks(),
             self.options.group.compiling(self._parts),
-            self.plans.front_end.fallback.trying(),
+            self.plans.front_end.leaves.trying(),
         ):
             yield
 
@@ -287,10 +288,10 @@ class Compiler:
 
     def _trying(self, weighed: Weighed, watch: Watch) -> Weighed:
         """The same, with a watch that may run the loss."""
-        fallback, look = self.plans.front_end.fallback, watch.look
+        leaves, look = self.plans.front_end.leaves, watch.look
 
         def trying(host: BatchHost) -> None:
-            with fallback.trying():
+            with leaves.trying():
                 look(host)
 
         return weighed._replace(watch=replace(watch, look=trying))

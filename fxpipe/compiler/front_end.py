@@ -1,6 +1,7 @@
 """The front end: trace a model with its loss on one micro-batch.
 
-The tracing passes make the graphs. A fallback decides about lines that cannot be traced.
+The tracing passes make the graphs. Submodules around lines that cannot be traced are called as they
+are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.guard import Guard
+from fxpipe.compiler.leaf_modules.extension import LeafModules
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims
 from fxpipe.compiler.reads import Reads, StandIns
@@ -23,13 +25,12 @@ from fxpipe.compiler.unread import ReadError
 from fxpipe.errors import InputError, TraceError
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value
-from fxpipe.parts import Parts
 from fxpipe.passes.differentiate.divide import Wanted
 from fxpipe.passes.runner import run_all
+from fxpipe.passes.tracing.any_size import AnySizeGraphs
 from fxpipe.passes.tracing.explain import untraceable
 from fxpipe.passes.tracing.loss_module import LossModule, in_loss
 from fxpipe.passes.tracing.shapes import Dims, shapes_of
-from fxpipe.passes.tracing.tracer import Fallback
 from fxpipe.runtime.batch import Batch
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
@@ -132,18 +133,17 @@ class FrontEnd:
     """Traces a model with its loss into one graph. The model's state is not changed.
 
     Attributes:
-        fallback: decides about lines that cannot be traced.
+        leaves: what is called as it is, and more where lines cannot be traced.
         guard: watches what the traces depend on besides the call.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        made = (each.fallback(options) for each in options.extensions)
-        self.fallback = next(filter(None, made), None) or Fallback(options.model)
-        self.guard: Guard = (Parts.guard.get() or Guard)(options, self.fallback.called)
+        given = (each for each in options.extensions if isinstance(each, LeafModules))
+        self.leaves = next(given, LeafModules()).leaves(options)
+        self.guard = Guard(options, self.leaves.called)
         self.reads = Reads()
-        any_size = Parts.any_size.get()
-        self._any_size = any_size and any_size()
+        self._any_size = AnySizeGraphs()
         self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, free: Dims = ()) -> Traced:
@@ -161,15 +161,15 @@ class FrontEnd:
                 if not stand_ins.found(error):
                     if stand_ins.numbers or not isinstance(error, TraceError):
                         raise
-                    of_loss = in_loss(error.__cause__) and not self.fallback.loss
-                    take = self.fallback.take_loss if of_loss else self.fallback.take
+                    of_loss = in_loss(error.__cause__) and not self.leaves.loss
+                    take = self.leaves.take_loss if of_loss else self.leaves.take
                     take(error)
             else:
                 if stand_ins.kept:
                     self._run_again(call)
                     raise TraceError("a number is kept by what the code writes")
                 if not stand_ins.found(all_read=traced.calls):
-                    self.fallback.tell()
+                    self.leaves.tell()
                     return traced
                 del traced
 
@@ -197,16 +197,16 @@ class FrontEnd:
             "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,
             "given_loss": call.with_loss and loss is not None,
             "returned_loss": call.with_loss and loss is None,
-            "fallback": self.fallback,
+            "leaves": self.leaves,
         }
-        self.fallback.begin()
+        self.leaves.begin()
         run_all(passes.of(options, "admit"), facts)
         given = dict(zip(call.batch.names, call.leaves, strict=True))
         with untouched(options.model), put_back(given), intra_op_threads(options.threads):
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
             with put_back(leaves) as written, stand_ins.inside(options.model):
                 tried = run_all(passes.of(options, "try"), facts)
-            self.guard.calls_loss = self.fallback.loss
+            self.guard.calls_loss = self.leaves.loss
             if written:
                 raise TraceError(
                     f"the model writes into its input {written[0]!r}; let it work on a copy "
@@ -219,7 +219,7 @@ class FrontEnd:
         self, call: Call, output: Any, facts: dict[str, Any], stand_ins: StandIns, free: Dims
     ) -> Traced:
         """The graph of the model and its loss with their backward."""
-        options, loss, fallback = self.options, self.options.loss, self.fallback
+        options, loss, leaves = self.options, self.options.loss, self.leaves
         flat, spec = pytree.tree_flatten(taken_apart(output))
         made = None
         targets, numbers = self._given(stand_ins, call.leaves)[2:]
@@ -228,10 +228,10 @@ class FrontEnd:
             assert loss is not None
             own = stand_ins.loss(options.objective.with_logged)
             made = LossModule(own, loss, spec, facts["logged"])
-            if not fallback.loss:
+            if not leaves.loss:
                 with self.guard.reading():
                     made(*flat, *targets, *numbers)
-        with fallback.calls() as calls, stand_ins.inside(options.model):
+        with leaves.calls() as calls, stand_ins.inside(options.model):
             if calls is not None and stand_ins.numbers:
                 raise TraceError("a graph that calls modules takes no numbers")
             facts = {
@@ -244,8 +244,8 @@ class FrontEnd:
                 "wants": call.wants,
                 "step": call.with_loss,
                 "calls": calls,
-                "called_loss": made is not None and fallback.loss,
-                "traced_loss": made is not None and not fallback.loss,
+                "called_loss": made is not None and leaves.loss,
+                "traced_loss": made is not None and not leaves.loss,
             }
 
             def capture(leaves: Sequence[Any]) -> Traced:
@@ -255,10 +255,11 @@ class FrontEnd:
                 return found
 
             try:
-                any_size = None if calls is not None else self._any_size
-                traced = any_size and any_size.traced(
-                    lambda: self.kind(call, state), call.leaves, free, capture
-                )
+                traced = None
+                if calls is None:
+                    traced = self._any_size.traced(
+                        lambda: self.kind(call, state), call.leaves, free, capture
+                    )
                 traced = traced or capture(call.leaves)
             except Exception as error:
                 if source.lacks_memory(error) or isinstance(error, InputError):
@@ -293,7 +294,7 @@ class FrontEnd:
 
     def _is_called(self, name: str, module: nn.Module) -> bool:
         """Whether a submodule is called as it is."""
-        return name in self.fallback.called
+        return name in self.leaves.called
 
 
 def _flat_outputs(traced: Traced) -> list[Any]:

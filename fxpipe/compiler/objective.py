@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,8 +13,6 @@ from fxpipe.runtime.batch import MicroBatches
 
 if TYPE_CHECKING:
     from fxpipe.compiler.compiled import Compiled
-    from fxpipe.compiler.options import Options
-    from fxpipe.ir.traced import Traced
     from fxpipe.runtime.host import Watch
 
 Loss = Callable[..., Any]
@@ -102,48 +100,6 @@ class Weighed(NamedTuple):
     compiled: Compiled
     micro: MicroBatches
     watch: Watch | None = None
-
-
-class Weighing:
-    """Weighs the losses of a pipe's micro-batches by what its objective counts, which is samples.
-    The extension that has the option "weighing" reads from a loss what it is a mean over."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-
-    def terms(self, traced: Traced, split: Collection[int]) -> Sequence[Any]:
-        """What has to be known of the loss of a graph, for ``Compiled.terms``; ``split`` are the
-        flat inputs of which each micro-batch has a part."""
-        return ()
-
-    def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
-        """The same call, with the weights of its micro-batches' losses.
-
-        In a step the batch is that of all replicas, and in a call, which has a loss only if the
-        model returns one, that of this replica. Raises InputError as ``Objective.counts`` and
-        ``Objective.weights``.
-        """
-        if self.options.objective.averages and self.replicas(compiled) == 1:
-            return Weighed(compiled, micro)  # weighted by samples already
-        return Weighed(compiled, self.joined(compiled, micro))
-
-    def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
-        """The micro-batches, where they are not just weighted by their samples."""
-        objective = self.options.objective
-        parts = self.exchanged(compiled, objective.counts(micro))
-        return with_weights(micro, objective.weights([x for part in parts for x in part]))
-
-    def replicas(self, compiled: Compiled) -> int:
-        """How many replicas share the batch of a call."""
-        return self.options.group.replicas if compiled.purpose == "step" else 1
-
-    def exchanged(self, compiled: Compiled, own: Any) -> Sequence[Any]:
-        """Replica → what it has given; only ``own`` if there is no other."""
-        group = self.options.group
-        if self.replicas(compiled) == 1:
-            return [own]
-        by_rank = group.exchange("the weights", own)
-        return [by_rank[rank] for rank in group.twins]
 
 
 def with_weights(micro: MicroBatches, weights: Sequence[float]) -> MicroBatches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.front_end import Call, FrontEnd
+from fxpipe.compiler.model_check.checking import Checking
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.residence import gathered, settle
@@ -18,15 +19,10 @@ from fxpipe.errors import told
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
-from fxpipe.parts import Parts
 from fxpipe.passes.partition.assignment import Assignment
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.shapes import Shapes
 from fxpipe.torchtools.state import intra_op_threads, under, untouched
-
-Compare = Callable[[Call, Traced, Plan], bool]
-"""Compares a plan with the model on the example of a call. Returns whether it could; raises
-TraceError if they differ."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ class Plans:
         self.graphs: dict[Any, Graph] = {}
         self.made = 0
         self.proven = False
-        check = Parts.check.get()
-        self._compare: Compare | None = check and check(self)
+        self._compare = Checking(self)
         self.placement = placement
         # kind of call → the first shapes, which have a graph of their own; None if they do not
         self._first: dict[Any, Shapes | None] = {}
@@ -212,11 +207,11 @@ class Plans:
         return compiled
 
     def _check(self, call: Call, traced: Traced, plan: Plan) -> None:
-        """Compare a plan with the model, if an extension does, and no plan like it was compared."""
+        """Compare a plan with the model, if no plan like it was compared."""
         key = (id(traced.of or traced), call.purpose != "infer", call.parted)
         if key in self._checked:
             return
-        if self._compare is None or self._compare(call, traced, plan):
+        if self._compare(call, traced, plan):
             self.proven = True
             self.front_end.guard.settle()  # attributes that this run has set are no change
         self._checked.add(key)

@@ -23,7 +23,6 @@ from fxpipe.errors import PartitionError, near
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.called import calls_in
 from fxpipe.ir.traced import Traced
-from fxpipe.parts import Parts
 from fxpipe.passes.partition.assignment import (
     Assignment,
     bonds,
@@ -32,6 +31,7 @@ from fxpipe.passes.partition.assignment import (
 )
 from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.measure import NodeCost
+from fxpipe.passes.partition.solve import ExactCut
 from fxpipe.passes.partition.work import (
     Division,
     Partitioner,
@@ -69,7 +69,7 @@ def balance(
             f"the model can be cut into at most {len(atoms.nodes)} stages, not {stages}; "
             "give fewer devices"
         )
-    partitioner = partitioner or (Parts.partitioner.get() or Partitioner)()
+    partitioner = partitioner or ExactCut()
     division = partitioner.divide(atoms.work, machine)
     if division is None:
         division = partitioner.nearest(atoms.work, machine)

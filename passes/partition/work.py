@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 
@@ -196,9 +195,7 @@ class Division:
 
 
 class Partitioner:
-    """Divides work among stages: cuts the program's order into runs whose compute times are as even
-    as possible. Extensions do better.
-    """
+    """Divides work among stages; ``ExactCut`` does where an extension has no other."""
 
     def divide(self, work: Work, machine: StageDevices) -> Division | None:
         """Divide the atoms, of which there are at least as many as stages; None if that keeps no
@@ -208,13 +205,11 @@ class Partitioner:
             work: the atoms.
             machine: the devices of the stages.
         """
-        division = self.nearest(work, machine)
-        return division if division.fits(machine) else None
+        raise NotImplementedError
 
     def nearest(self, work: Work, machine: StageDevices) -> Division:
         """The division that comes nearest to the memory limits, where ``divide`` finds none."""
-        cuts = even_runs([0.0, *accumulate(work.seconds)], machine.speeds)
-        return weigh(work, machine, [bisect_right(cuts, atom) for atom in range(len(work))])
+        raise NotImplementedError
 
 
 def even_runs(ends: Sequence[float], speeds: Sequence[float]) -> list[int]:

@@ -101,7 +101,6 @@ def test_a_target_without_a_loss_is_refused() -> None:
     refused(InputError, lambda: stepped(loss=None), part)
 
 
-@pytest.mark.needs("leaf_modules")
 def test_a_loss_that_cannot_be_traced_is_called_as_it_is_and_its_line_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -268,7 +267,6 @@ class AddsInto(nn.Module):
         return torch.add(x, 1, out=torch.empty_like(x))  # not differentiable
 
 
-@pytest.mark.needs("leaf_modules")
 def test_a_call_that_has_no_gradient_names_its_line() -> None:
     model = nn.Sequential(nn.Linear(4, 4), AddsInto(), nn.Linear(4, 3))
     start = "the model fails on the first micro-batch with gradients enabled, at "

@@ -199,7 +199,6 @@ class Kept(nn.Module):
         return (out, feature) if self.returns else out
 
 
-@pytest.mark.needs("leaf_modules")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("where", ["dict", "attribute"])
 def test_a_feature_that_a_hook_keeps_for_the_loss_has_its_gradient(where: str) -> None:

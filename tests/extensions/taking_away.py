@@ -49,17 +49,6 @@ class Gone(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-DEFAULT = (
-    "fxpipe.extensions.any_size",
-    "fxpipe.extensions.coupled_updates",
-    "fxpipe.extensions.exact_cut",
-    "fxpipe.extensions.leaf_modules",
-    "fxpipe.extensions.loss_weight",
-    "fxpipe.extensions.model_check",
-    "fxpipe.extensions.python_state",
-)
-"""The extensions that ``compile`` uses if they are there."""
-
 SHARED = {
     f"fxpipe.extensions.{name}"
     for name in ("attributes", "constants", "draws", "shares", "sums", "tables", "tasks")
@@ -71,7 +60,7 @@ MEMORY_LIMITS = "fxpipe.extensions.memory_limits"
 METRICS = "fxpipe.extensions.metrics"
 SIMULATOR = "fxpipe.extensions.simulator"
 STAGE_TABLE = "fxpipe.extensions.stage_table"
-LEAF_MODULES = "fxpipe.extensions.leaf_modules"
+LEAF_MODULES = "fxpipe.compiler.leaf_modules"
 RANKS = "fxpipe.extensions.ranks"
 
 
@@ -82,7 +71,7 @@ def extensions(but: Sequence[str] = ()) -> list[str]:
         for name in sys.modules
         if name.startswith("fxpipe.extensions.")
         and name not in SHARED
-        and not name.startswith((*DEFAULT, *but))
+        and not name.startswith((*but,))
     ]
 
 
@@ -102,7 +91,6 @@ def use_the_rest() -> None:
     from tests.helpers.plans import chain_program
 
     assert not extensions(), f"import fxpipe loads {extensions()}"
-    assert not {*DEFAULT} & {*sys.modules}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x, y = torch.randn(4, 3), torch.randn(4, 2)

@@ -55,7 +55,6 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, NODES), torch.randn(count, NODES)
 
 
-@pytest.mark.needs("leaf_modules")
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_layers_that_make_a_sparse_matrix_train_as_in_the_loop(schedule: str) -> None:
     torch.manual_seed(0)

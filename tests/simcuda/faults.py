@@ -346,7 +346,7 @@ FAULTS = {
         "fxpipe.ir.traced", "if norm.moments in names:", "if False:", ("deferred", "deferred 2bw")
     ),
     "ignored targets are counted on the host": Fault(
-        "fxpipe.extensions.loss_weight.weighing",
+        "fxpipe.compiler.loss_weight.weighing",
         "    if not means or len(counts) != len(terms):\n        return None\n",
         "    return None\n",
         ("ignored targets",),

@@ -291,7 +291,6 @@ def planned() -> tuple[list[int], list[int], list[float], list[float]]:
     return held, most, expected, found
 
 
-@pytest.mark.needs("leaf_modules")  # it counts what an optimizer keeps
 def test_what_is_planned_for_a_limit_trains_on_devices_that_have_no_more() -> None:
     needed, held, expected, found = on_devices(planned)
     assert max(held) < max(needed)

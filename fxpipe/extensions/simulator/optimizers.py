@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices
 
-from fxpipe.parts import Parts
+from fxpipe.torchtools.counting import Counting
 from fxpipe.torchtools.optimizers import copy_alone
 from fxpipe.torchtools.pytrees import in_blocks
 
@@ -30,9 +30,8 @@ def optimizer_memory(optimizer: Optimizer, block: int = 1) -> tuple[int, int]:
     ``block`` bytes; unless that is 1, it is of a device, and what is on the CPU does not count.
 
     A copy of the optimizer makes two steps over zeros of the same shapes, without data if they are
-    large. What a class that needs data then, or the device, takes is counted as Adam's, and so it
-    is without the extension leaf_modules, which counts bytes. Results for PyTorch's optimizers are
-    remembered.
+    large. What a class that needs data then, or the device, takes is counted as Adam's. Results for
+    PyTorch's optimizers are remembered.
     """
     key = _key(optimizer, block)
     if key is None or key not in _known:
@@ -75,7 +74,7 @@ def _steps(optimizer: Optimizer, groups: list[dict[str, Any]], block: int) -> tu
     """The same for a copy of the optimizer with other parameter groups."""
     stepped, step = copy_alone(optimizer, groups), type(optimizer).step
     step(stepped)
-    with Parts.counting.find()(meta=block) as counting:
+    with Counting(meta=block) as counting:
         step(stepped)
     return _bytes(stepped.state, block), counting.peak
 

@@ -16,9 +16,9 @@ import torch
 from torch import fx
 
 from fxpipe.errors import PassError
-from fxpipe.extensions.constants import move_constants
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.passes.graph.lazy_module import lazy_module
+from fxpipe.torchtools.constants import move_constants
 
 
 def place_devices(plan: Plan, device: torch.device, stage_devices: Sequence[torch.device]) -> Plan:

@@ -83,7 +83,6 @@ def test_numbers_of_the_batch_are_in_the_metrics_and_the_loss_trains(
 
 
 @pytest.mark.smoke
-@pytest.mark.needs("leaf_modules")
 def test_a_loss_that_is_called_as_it_is_has_numbers_too() -> None:
     kept = Y.clamp(min=0)
     with fxpipe.compile(net(), 2, microbatches=5, loss=branching) as pipe:
@@ -141,7 +140,6 @@ def test_what_is_no_number_beside_the_loss_is_refused(beside: Any, part: str) ->
 
 
 @pytest.mark.smoke
-@pytest.mark.needs("leaf_modules")
 def test_other_numbers_in_a_later_call_are_refused() -> None:
     name = ["first"]
 

@@ -76,7 +76,6 @@ class Nested(nn.Module):
         return made * (1.0 if x.sum() > 0 else 2.0)
 
 
-@pytest.mark.needs("leaf_modules")
 def test_nested_tensors_in_the_forward_of_a_submodule_compute_what_the_loop_does() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Nested())

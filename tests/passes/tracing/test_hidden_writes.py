@@ -61,7 +61,6 @@ def normed_beside_a_write_through_a_view(net: Any, x: Tensor) -> Any:
     return normed(net, y)
 
 
-@pytest.mark.needs("leaf_modules")
 @pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 @pytest.mark.parametrize("between", [normed, normed_beside_a_write_through_a_view])
 def test_instance_norms_running_statistics_are_the_loops(between: Any, schedule: str) -> None:
@@ -71,7 +70,6 @@ def test_instance_norms_running_statistics_are_the_loops(between: Any, schedule:
     assert model.norm.running_mean.any()
 
 
-@pytest.mark.needs("leaf_modules")
 @pytest.mark.parametrize("schedule", [*deep("1f1b"), "zb-h1"])
 @pytest.mark.parametrize("affine", [True, False])
 def test_batchnorms_that_average_over_all_batches_are_the_loops(

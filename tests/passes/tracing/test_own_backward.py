@@ -106,7 +106,6 @@ def assert_the_loops(model: nn.Module) -> None:
 CASES: list[list[tuple[Any, ...]]] = [[(Reverse, 0.5), (Reverse, 2.0)], [(Sized, 3)], [(Outer,)]]
 
 
-@pytest.mark.needs("leaf_modules")
 @pytest.mark.parametrize("calls", CASES)
 def test_a_submodule_with_functions_is_called_as_it_is_with_the_loops_gradients(
     calls: list[tuple[Any, ...]],
@@ -124,7 +123,6 @@ def test_a_function_in_the_models_own_forward_has_the_loops_gradients() -> None:
     loop.assert_same(loop.gradients(model), loop.gradients(alone))
 
 
-@pytest.mark.needs("leaf_modules")
 def test_a_loss_with_a_function_is_called_as_it_is() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return mse_loss(applied(Reverse, output, 2.0), target)

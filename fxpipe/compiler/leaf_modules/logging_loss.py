@@ -1,0 +1,144 @@
+"""Find out whether a loss does something besides computing, which a graph would not do.
+
+def loss(output, target):
+    value = cross_entropy(output, target)
+    log.append(value.item())      no graph appends, and in a trace the number is a symbol
+    return value
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fxpipe.compiler.leaf_modules.fallback import Leaves
+from fxpipe.compiler.objective import Objective
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.tracing.loss_graph import note_loss
+from fxpipe.passes.tracing.loss_module import LossModule
+from fxpipe.torchtools import source
+from fxpipe.torchtools.pytrees import taken_apart
+
+_READING = frozenset(
+    (
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__),
+        *(Tensor.__repr__, Tensor.__format__, Tensor.__array__),
+    )
+)
+"""Methods that read numbers from a tensor, which the graph does not hold."""
+
+
+class Readings(TorchFunctionMode):
+    """Notes where code reads numbers from some tensors, or from what is computed from them.
+
+    Attributes:
+        where: the first line that does, or "".
+    """
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        super().__init__()
+        self.where: str = ""
+        self._made = {id(x): x for x in tensors if isinstance(x, Tensor)}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        given = pytree.tree_leaves((args, named))
+        if not any(id(leaf) in self._made for leaf in given):
+            return func(*args, **named)
+        if func in _READING:
+            self.where = self.where or _line()
+        result = func(*args, **named)
+        made = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        self._made.update((id(leaf), leaf) for leaf in made)
+        return result
+
+
+class Unproxied(TorchFunctionMode):
+    """Inside of ``make_fx``, lets code read numbers from the tensors that it traces."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with disable_proxy_modes_tracing() if func in _READING else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+
+def note_called_loss(
+    traced: Traced, loss_module: LossModule, output: Sequence[Any], real_targets: Any, count: int
+) -> Traced:
+    """As ``note_loss``, for a loss that reads numbers."""
+    return note_loss(traced, loss_module, output, real_targets, count, Unproxied)
+
+
+def look_at_loss(
+    leaves: Leaves,
+    objective: Objective,
+    output: Any,
+    targets: Sequence[Any],
+) -> bool:
+    """Have a loss called as it is that changes Python objects in every call, or reads numbers from
+    tensors. Returns whether it is called as it is. If it raises, that is found out later."""
+    loss = objective.loss
+    assert loss is not None
+    if leaves.loss:
+        return True
+    flat, spec = pytree.tree_flatten(output)
+
+    def run() -> Readings:
+        given = [_copied(leaf) for leaf in flat]
+        inputs = pytree.tree_unflatten(given, spec)
+        parts = pytree.tree_leaves(taken_apart((inputs, targets)))
+        readings = Readings(parts)
+        with torch.enable_grad(), readings:
+            loss(inputs, *targets)
+        return readings
+
+    try:
+        before = leaves.held()
+        where, changed = run().where, before.changed()
+        if changed and not where:
+            # what only the first run makes, such as a table, is no change
+            before = leaves.held()
+            run()
+            changed = before.changed()
+    except Exception:
+        return False
+    if where:
+        leaves.call_loss(f"reads numbers from tensors at {where}")
+    elif changed:
+        leaves.call_loss(f"changes {changed}")
+    return leaves.loss
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy that requires a gradient if it can, and is no leaf of autograd, as in a step."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    copy = leaf.detach().clone()
+    return copy.requires_grad_() * 1 if copy.is_floating_point() else copy
+
+
+def _line() -> str:
+    """The innermost line of the user's code that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not source.is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return source.of_frame(frame, frame.f_lineno)

@@ -1,1 +1,0 @@
-"""Plans that are differentiated once for all sizes of micro-batches."""

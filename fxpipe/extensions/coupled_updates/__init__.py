@@ -1,1 +1,0 @@
-"""Tells of optimizers whose update of one parameter depends on the gradients of others."""
