@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.extensions.slices.extension import Slices
+    from fxpipe.extensions.watch.watch import Watch as watch
     from fxpipe.passes.partition.options import Partition
     from fxpipe.pipeline import Pipeline
 
@@ -121,6 +122,7 @@ __all__ = [
     "schedule",
     "search_schedule",
     "vee",
+    "watch",
 ]
 
 

@@ -99,6 +99,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "list_schedule": f"{_HERE}.list_schedules.listed:list_schedule",
         "rejoin": f"{_HERE}.ranks.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
+        "watch": f"{_HERE}.watch.watch:Watch",
     },
     "schedule": {
         "auto": f"{_HERE}.planner.auto:Auto",

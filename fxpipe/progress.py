@@ -27,7 +27,7 @@ def showing(text: Callable[[], str]) -> Iterator[None]:
     """Show the text and the seconds so far on standard error, from ``AFTER`` seconds on until the
     block ends. Nothing if standard error is neither a terminal nor a notebook's."""
     stream = sys.stderr
-    if not _erases(stream):
+    if not erases(stream):
         yield
         return
     line = _Line(stream, text)
@@ -37,7 +37,7 @@ def showing(text: Callable[[], str]) -> Iterator[None]:
         line.end()
 
 
-def _erases(stream: TextIO | None) -> bool:
+def erases(stream: TextIO | None) -> bool:
     """Whether a carriage return goes back to the start of the line."""
     with suppress(Exception):  # such as a stream that is closed, or somebody's own
         if stream is not None and type(stream).__module__.startswith("ipykernel."):
@@ -46,12 +46,26 @@ def _erases(stream: TextIO | None) -> bool:
     return False
 
 
+class Line:
+    """One line of a stream, each text of which is written over the one before."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._width = stream, 0
+
+    def write(self, text: str) -> None:
+        """Write a text, cut off where the terminal ends; "" erases the line."""
+        text = text[: shutil.get_terminal_size((80, 24)).columns - 1]
+        self._stream.write(f"\r{text}{' ' * (self._width - len(text))}\r")
+        self._stream.flush()
+        self._width = len(text)
+
+
 class _Line:
     """A thread that writes the line: the caller's may be busy."""
 
     def __init__(self, stream: TextIO, text: Callable[[], str]) -> None:
-        self._stream, self._text = stream, text
-        self._begin, self._width = time.monotonic(), 0
+        self._line, self._text = Line(stream), text
+        self._begin = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fxpipe-progress", daemon=True)
         self._thread.start()
@@ -61,15 +75,8 @@ class _Line:
             if self._ended.wait(AFTER):
                 return
             while not self._ended.wait(_AGAIN):
-                self._write(f"{self._text()} … {time.monotonic() - self._begin:.0f} s")
-            self._write("")
-
-    def _write(self, line: str) -> None:
-        """Write over the line before."""
-        line = line[: shutil.get_terminal_size((80, 24)).columns - 1]
-        self._stream.write(f"\r{line}{' ' * (self._width - len(line))}\r")
-        self._stream.flush()
-        self._width = len(line)
+                self._line.write(f"{self._text()} … {time.monotonic() - self._begin:.0f} s")
+            self._line.write("")
 
     def end(self) -> None:
         """Erase the line."""

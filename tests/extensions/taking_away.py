@@ -50,8 +50,7 @@ class Gone(importlib.abc.MetaPathFinder):
 
 
 SHARED = {
-    f"fxpipe.extensions.{name}"
-    for name in ("attributes", "constants", "draws", "shares", "sums", "tables", "tasks")
+    f"fxpipe.extensions.{name}" for name in ("attributes", "shares", "sums", "tables", "tasks")
 }
 """What extensions share, which is none of them."""
 

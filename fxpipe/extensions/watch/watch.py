@@ -1,0 +1,213 @@
+"""Watch a run while it trains: figures of its last steps, a line in the terminal, and advice."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from os import PathLike
+from statistics import median
+from typing import Any, Generic, TextIO, TypeVar
+
+import torch
+
+from fxpipe.errors import FxpipeError, InputError
+from fxpipe.extensions.watch.flops import flops_of
+from fxpipe.formatting import bytes_text
+from fxpipe.log import LOGGER
+from fxpipe.pipeline import Pipeline
+from fxpipe.progress import Line, erases
+
+_T = TypeVar("_T")
+
+LAST = 10
+"""Figures are medians over so many steps."""
+
+_SHOWN = 0.25
+"""The least seconds between two updates of the line."""
+
+_MUCH = 0.1
+"""The share of the time from which on something is worth advice."""
+
+
+class Watch(Generic[_T]):
+    """Batches as they come from a loader, and figures of the steps that train on them:
+    ``for x, y in fxpipe.watch(pipe, loader): pipe.step(x, target=y)``.
+
+    ``figures`` is a flat dict of numbers that loggers take as it is. It has all of
+    ``pipe.metrics``, and, as medians of the last ten steps, ``samples_per_second``,
+    ``step_seconds``, the time inside the loop, and ``loader_seconds``, the wait for a batch;
+    ``busy/0``, the share of a step for which device 0 computes; ``allocated/0``, the most bytes
+    that a CUDA device had allocated; ``tflops``, the 10¹² operations of the model a second, where a
+    step counts three times its forward; and ``mfu``, their share of what the devices could do, if
+    ``peak`` is given. After twenty steps the logger "fxpipe" tells what holds the run up, once.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        batches: Iterable[_T],
+        *,
+        peak: float | None = None,
+        tensorboard: str | PathLike[str] | None = None,
+        show: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        stream: TextIO | None = None,
+    ) -> None:
+        """Watch the steps of a pipe. The first one compiles, and counts nowhere.
+
+        Args:
+            pipe: the pipe, which makes one step for each batch.
+            batches: any loader.
+            peak: the operations that one device could do in a second, for ``mfu``.
+            tensorboard: a folder for TensorBoard's records of the figures.
+            show: whether one line on standard error shows the run, if that is a terminal or a
+                notebook's; only on the first rank.
+            clock: seconds.
+            stream: where the line is shown.
+
+        Raises:
+            InputError: the peak is not positive, or TensorBoard is not installed.
+        """
+        if peak is not None and not peak > 0:
+            raise InputError(f"peak is {peak!r}; give the operations a second of one device")
+        self._counted: tuple[object, int] = (None, 0)  # a compiled step, and its operations
+        self._pipe, self._batches, self._peak, self._clock = pipe, batches, peak, clock
+        self._spent: deque[float] = deque(maxlen=LAST)
+        self._waited: deque[float] = deque(maxlen=LAST)
+        self._steps = 0
+        self._writer = None if tensorboard is None else _writer(tensorboard)
+        out = stream or sys.stderr
+        own = show and not pipe._group.rank and erases(out)
+        self._line = Line(out) if own else None
+        self._shown = 0.0
+
+    def __len__(self) -> int:
+        """The number of batches, if the loader knows it."""
+        if not isinstance(self._batches, Sized):
+            raise TypeError(f"{type(self._batches).__name__} has no length")
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[_T]:
+        """Each batch, in order; the figures are those of the steps so far."""
+        clock, begin, before = self._clock, self._clock(), self._pipe.batches
+        try:
+            for batch in self._batches:
+                came = clock()
+                yield batch
+                end = clock()
+                if self._pipe.batches > before:
+                    self._note(came - begin, end - came)
+                begin, before = clock(), self._pipe.batches
+        finally:
+            if self._line is not None:
+                self._line.write("")
+            if self._writer is not None:
+                self._writer.flush()
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figures, made when they are asked for; empty before the second step."""
+        return self._figures(self._pipe.metrics) if self._spent else {}
+
+    def _note(self, waited: float, spent: float) -> None:
+        """Note the times of a step; what takes longer comes now and then."""
+        last = self._pipe._calls.last
+        if last is None or last.compile_seconds > 0.0:
+            return
+        self._waited.append(waited)
+        self._spent.append(spent)
+        self._steps += 1
+        if self._steps == 1:
+            _ = self._pipe.metrics  # from now on, instructions are timed
+        if self._writer is not None and self._steps % LAST == 0:
+            for name, value in self.figures.items():
+                self._writer.add_scalar(name, value, self._pipe.batches)
+        if self._line is not None and (now := self._clock()) - self._shown >= _SHOWN:
+            self._shown = now
+            self._line.write(_text(self.figures))
+        if self._steps == 2 * LAST:
+            self._advise()
+
+    def _figures(self, metrics: dict[str, float]) -> dict[str, float]:
+        pipe, compiled = self._pipe, self._pipe._calls.compiled()
+        step, wait = median(self._spent), median(self._waited)
+        if compiled is not self._counted[0]:
+            self._counted = compiled, 3 * flops_of(compiled.traced.graph) * len(compiled.kernels)
+        flops, samples = self._counted[1], compiled.samples * len(compiled.kernels)
+        found = {
+            **metrics,
+            "samples_per_second": samples * pipe._options.replicas / (step + wait),
+            "step_seconds": step,
+            "loader_seconds": wait,
+            "tflops": flops / step / 1e12,
+        }
+        if self._peak is not None:
+            found["mfu"] = flops / step / (self._peak * len(pipe.devices))
+        busy = [0.0] * len(pipe.devices)
+        for stage, device in enumerate(compiled.schedule.placement):
+            busy[device] += metrics.get(f"stage_seconds/{stage}", 0.0)
+        found |= {f"busy/{device}": spent / step for device, spent in enumerate(busy) if spent}
+        for device, place in enumerate(pipe._options.places):
+            if place.type == "cuda":
+                found[f"allocated/{device}"] = torch.cuda.max_memory_allocated(place)
+        return found
+
+    def _advise(self) -> None:
+        """Say once what holds a run up, with the line to write."""
+        wait, step = median(self._waited), median(self._spent)
+        if self._pipe._group.rank:
+            return
+        if wait > _MUCH * (wait + step):
+            LOGGER.warning(
+                "the loader takes %.0f %% of the time, for which all devices wait; let other "
+                "processes load: DataLoader(..., num_workers=2, pin_memory=True)",
+                100 * wait / (wait + step),
+            )
+        try:
+            predicted = self._pipe.simulate()
+        except FxpipeError:
+            return
+        waits = max(sum(each.copying.values()) for each in predicted.idle)
+        copies = waits / float(predicted.makespan)
+        if copies > _MUCH:
+            LOGGER.warning(
+                "a device is predicted to wait for transfers for %.0f %% of a step; take larger "
+                "micro-batches, or a cut where less crosses: compile(..., microbatches=%d)",
+                100 * copies,
+                max(1, len(self._pipe._calls.compiled().kernels) // 2),
+            )
+
+
+def _writer(folder: str | PathLike[str]) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise InputError(
+            "tensorboard= needs TensorBoard, which is not installed: pip install tensorboard"
+        ) from error
+    return SummaryWriter(folder)
+
+
+def _text(figures: dict[str, float]) -> str:
+    """The figures as one line."""
+    busy = [value for name, value in figures.items() if name.startswith("busy/")]
+    peaks = [value for name, value in figures.items() if name.startswith("peak_memory/")]
+    parts = [
+        f"step {figures['batches']:.0f}",
+        f"loss {figures['loss']:.4g}",
+        f"{figures['samples_per_second']:.4g} samples/s",
+        f"{1e3 * figures['step_seconds']:.4g} ms",
+        f"loader {1e3 * figures['loader_seconds']:.3g} ms",
+    ]
+    if "bubble" in figures:
+        parts.append(f"bubble {100 * figures['bubble']:.0f} %")
+    if busy:
+        parts.append(f"busy {'/'.join(f'{100 * share:.0f}' for share in busy)} %")
+    if peaks:
+        parts.append(f"memory {bytes_text(int(max(peaks)))}")
+    parts.append(f"{figures['tflops']:.3g} TFLOP/s")
+    if "mfu" in figures:
+        parts.append(f"MFU {100 * figures['mfu']:.0f} %")
+    return "  ".join(parts)

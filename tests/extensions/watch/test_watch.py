@@ -1,0 +1,109 @@
+"""Figures of a run while it trains, by a clock that is set."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.flop_counter import FlopCounterMode
+
+import fxpipe
+from fxpipe.errors import InputError
+from fxpipe.pipeline import Pipeline
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Run:
+    """A pipe, and a loader and a clock that say how long things take."""
+
+    def __init__(self, load: float, step: float) -> None:
+        self.now, self.load, self.spends = 0.0, load, step
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def clock(self) -> float:
+        return self.now
+
+    def batches(self, count: int) -> Iterator[Tensor]:
+        for _ in range(count):
+            self.now += self.load
+            yield torch.ones(6, 4)
+
+    def train(self, pipe: Pipeline, watched: fxpipe.watch[Tensor]) -> None:
+        for x in watched:
+            pipe.step(x, target=x)
+            self.now += self.spends
+
+    def pipe(self) -> Pipeline:
+        return fxpipe.compile(self.model, ["cpu"] * 2, microbatches=3, loss=mse_loss)
+
+
+def test_figures_are_those_of_the_clock_and_of_pytorchs_own_counter() -> None:
+    run = Run(load=1.0, step=3.0)
+    with run.pipe() as pipe:
+        watched = fxpipe.watch(pipe, run.batches(8), clock=run.clock, peak=1e3, show=False)
+        assert watched.figures == {}
+        run.train(pipe, watched)
+        found = watched.figures
+    with FlopCounterMode(display=False) as counter:
+        run.model(torch.ones(6, 4))
+    flops = 3 * counter.get_total_flops()
+    assert found["samples_per_second"] == 6 / 4
+    assert (found["step_seconds"], found["loader_seconds"]) == (3.0, 1.0)
+    assert found["tflops"] == pytest.approx(flops / 3.0 / 1e12)
+    assert found["mfu"] == pytest.approx(flops / 3.0 / 2e3)
+    assert found["batches"] == 8
+    assert 0 < found["busy/0"] < 1
+    assert all(isinstance(value, float | int) for value in found.values())
+
+
+def test_batches_come_as_they_are_and_a_loop_may_leave_some_out() -> None:
+    run = Run(1.0, 1.0)
+    with run.pipe() as pipe:
+        given = [torch.full((6, 4), float(at)) for at in range(4)]
+        watched = fxpipe.watch(pipe, given, show=False)
+        assert len(watched) == 4
+        for at, x in enumerate(watched):
+            assert x is given[at]
+            if at % 2:
+                pipe.step(x, target=x)
+        assert pipe.batches == 2
+
+
+@pytest.mark.parametrize(("load", "told"), [(2.0, True), (0.01, False)])
+def test_a_slow_loader_is_told_once_with_what_to_write(
+    load: float, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(load, step=3.0)
+    with run.pipe() as pipe, caplog.at_level(logging.WARNING, "fxpipe"):
+        run.train(pipe, fxpipe.watch(pipe, run.batches(45), clock=run.clock, show=False))
+    lines = [r.getMessage() for r in caplog.records if "loader" in r.getMessage()]
+    assert len(lines) == told
+    assert all("takes 40 % of the time" in line and "num_workers" in line for line in lines)
+
+
+def test_one_line_shows_the_run_and_is_gone_at_its_end() -> None:
+    run, out = Run(1.0, 3.0), Terminal()
+    with run.pipe() as pipe:
+        run.train(pipe, fxpipe.watch(pipe, run.batches(5), clock=run.clock, stream=out))
+    text = out.getvalue()
+    assert "1.5 samples/s  3000 ms  loader 1e+03 ms" in text
+    assert "\n" not in text
+    assert not text.split("\r")[-2].strip()
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    with Run(1.0, 1.0).pipe() as pipe:
+        with pytest.raises(InputError, match="peak is 0; give the operations"):
+            fxpipe.watch(pipe, [], peak=0)
+        with pytest.raises(TypeError, match="has no length"):
+            len(fxpipe.watch(pipe, iter([])))
