@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe import extend
 
 pytestmark = pytest.mark.traces
 
@@ -29,12 +28,7 @@ class Scaled(nn.Module):
         return y * self.scale
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_without_the_extension_modes_and_parameters_count_and_plain_numbers_stay(
-    watched: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not watched:
-        monkeypatch.delitem(extend._REGISTRY["part"], "guard")
+def test_modes_parameters_and_plain_numbers_count() -> None:
     torch.manual_seed(0)
     model = Scaled()
     alone = copy.deepcopy(model)
@@ -62,5 +56,5 @@ def test_without_the_extension_modes_and_parameters_count_and_plain_numbers_stay
             each.eval()
         compare()  # dropout lets all through
         model.scale = 3.0
-        alone.scale = 3.0 if watched else 2.0
+        alone.scale = 3.0
         compare()

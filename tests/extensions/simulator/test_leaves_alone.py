@@ -20,6 +20,8 @@ from fxpipe.kernels.graph import GraphKernel
 from tests.leaf_modules.draws import seeded
 from tests.oracles import loop
 
+pytestmark = pytest.mark.models
+
 
 class Squared(torch.autograd.Function):
     """Reads a number on the way back, as a kernel of one's own may: no graph holds it."""

@@ -13,7 +13,7 @@ from tests.helpers.profiles import deep
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.test_memory import SGD, Adam, Optimizer, assert_within, counted
 
-pytestmark = simulated
+pytestmark = [simulated, pytest.mark.models]
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
