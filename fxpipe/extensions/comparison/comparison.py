@@ -9,7 +9,7 @@ from numbers import Real
 from fxpipe.arguments import check_whole
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.simulator import simulate_schedule
-from fxpipe.extensions.simulator.costs import Costs, check_keys, times_of
+from fxpipe.extensions.simulator.costs import Costs, check_keys, seconds_of, times_of
 from fxpipe.extensions.tables import plain_table, table_text, wrapped
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
@@ -120,7 +120,7 @@ def compare(
     """
     check_keys(costs)
     given: dict[str, float] = {}
-    for key, time in (costs or {}).items():
+    for key, time in seconds_of(costs).items():
         if not isinstance(key, str):
             raise InputError(
                 f"costs has {key[0]}@{key[1]}, and schedules have different stages; leave out the "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fxpipe.extensions.simulator.costs import Link
+from fxpipe.extensions.simulator.costs import Link, Time
 from fxpipe.extensions.simulator.simulate import simulate, simulate_schedule
 from fxpipe.extensions.simulator.simulation import Simulation, Span
 from fxpipe.extensions.simulator.sizes import Sizes
 
-__all__ = ["Link", "Simulation", "Sizes", "Span", "simulate", "simulate_schedule"]
+__all__ = ["Link", "Simulation", "Sizes", "Span", "Time", "simulate", "simulate_schedule"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from numbers import Integral, Real
 
@@ -13,16 +13,6 @@ from fxpipe.ir.task import BESIDE_FORWARD, KINDS, usual_cost
 
 OfStage = str | tuple[str, int]
 Key = OfStage | tuple[str, int, int]
-Costs = (
-    Mapping[str, float]
-    | Mapping[tuple[str, int], float]
-    | Mapping[tuple[str, int, int], float]
-    | Mapping[OfStage, float]
-    | Mapping[Key, float]
-)
-"""Letter of a kind of task, or letter and stage, or letter, stage and micro-batch → its time. The
-most particular time takes precedence. ``F&B`` is for pairs; its stage and micro-batch are those of
-the forward."""
 
 Times = Mapping[tuple[str, int], float]
 """Letter and stage → time, for every stage."""
@@ -44,18 +34,104 @@ class Link:
     Attributes:
         latency: in the unit of the tasks' times.
         bandwidth: bytes per unit of time.
+        of: a name that links have in common that are one, such as those of all devices that share a
+            network card: values of all of them take it one after another, those of sums over
+            replicas, too.
+        occupies: the share of a transfer's time, from 0 to 1, in which the device that sends
+            computes nothing else.
     """
 
     latency: float = 0
     bandwidth: float = inf
+    of: str = ""
+    occupies: float = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.latency, Real) or not 0 <= self.latency < inf:
             raise InputError(f"a link's latency is {self.latency!r}; give a time of at least 0")
         if not isinstance(self.bandwidth, Real) or not self.bandwidth > 0:
             raise InputError(f"a link's bandwidth is {self.bandwidth!r}; give one above 0")
+        if not isinstance(self.of, str):
+            raise InputError(f"a link is of {self.of!r}; give the name that such links share")
+        _check_share("the share of a transfer that occupies its device", self.occupies)
         object.__setattr__(self, "latency", _number(self.latency))
         object.__setattr__(self, "bandwidth", _number(self.bandwidth))
+
+    def seconds(self, size: float, messages: float = 1) -> float:
+        """The time of so many bytes in so many messages, one after another."""
+        return messages * self.latency + (0 if self.bandwidth == inf else size / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Time:
+    """The time of a task in which a device also exchanges values with others that work on the same
+    stage, such as the sums of tensor parallelism.
+
+    Attributes:
+        compute: the time of computing alone.
+        bytes: what the device sends for it.
+        link: the way to the others; its values do not wait for those of tasks' transfers.
+        hidden: the share of the exchange, from 0 to 1, beside which the device computes.
+        messages: how often it sends, each time with the latency of the link.
+    """
+
+    compute: float
+    bytes: float = 0
+    link: Link = field(default_factory=Link)
+    hidden: float = 0
+    messages: float = 1
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "bytes", "messages"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 <= _number(value) < inf:
+                raise InputError(f"{name} of a Time is {value!r}; give a number of at least 0")
+        if not isinstance(self.link, Link):
+            raise InputError(f"the link of a Time is {self.link!r}; give Link(latency, bandwidth)")
+        _check_share("the hidden share of a Time", self.hidden)
+
+    @property
+    def exchange(self) -> float:
+        """The time of the exchange alone."""
+        return self.link.seconds(self.bytes, self.messages) if self.bytes else 0
+
+    @property
+    def total(self) -> float:
+        """How long the task takes: computing and what of the exchange does not hide, and at least
+        the exchange."""
+        shown = (1 - self.hidden) * self.exchange
+        return max(self.compute + shown, self.exchange)
+
+
+Cost = float | Time
+"""How long a task takes."""
+
+Costs = (
+    Mapping[str, Cost]
+    | Mapping[tuple[str, int], Cost]
+    | Mapping[tuple[str, int, int], Cost]
+    | Mapping[OfStage, Cost]
+    | Mapping[Key, Cost]
+    | Mapping[str, float]
+    | Mapping[tuple[str, int], float]
+    | Mapping[tuple[str, int, int], float]
+    | Mapping[OfStage, float]
+    | Mapping[Key, float]
+)
+"""Letter of a kind of task, or letter and stage, or letter, stage and micro-batch → its time. The
+most particular time takes precedence. ``F&B`` is for pairs; its stage and micro-batch are those of
+the forward."""
+
+
+def _check_share(what: str, share: object) -> None:
+    if not isinstance(share, Real) or not 0 <= _number(share) <= 1:
+        raise InputError(f"{what} is {share!r}; give a number from 0 to 1")
+
+
+def seconds_of(costs: Costs | None) -> dict[Key, float]:
+    """Costs, each as the time that it takes in all."""
+    given: Mapping[Key, Cost] = dict((costs or {}).items())
+    return {key: cost.total if isinstance(cost, Time) else cost for key, cost in given.items()}
 
 
 def _number(given: Real | float) -> float:
@@ -114,7 +190,7 @@ def each_of(costs: Costs | None, microbatches: int) -> Each:
     Raises:
         InputError: a time is of a micro-batch that there is not.
     """
-    given: Mapping[Key, float] = dict((costs or {}).items())
+    given = seconds_of(costs)
     each = {k: _number(time) for k, time in given.items() if isinstance(k, tuple) and len(k) == 3}
     for key in each:
         if key[2] not in range(microbatches):
@@ -139,7 +215,7 @@ def times_of(
         InputError: a letter or a stage is unknown, or a time is negative or not finite.
     """
     check_keys(costs)
-    known: dict[Key, float] = dict((costs or {}).items())
+    known = seconds_of(costs)
     for key, time in known.items():
         stage = None if isinstance(key, str) else key[1]
         if stage is not None and stage not in range(stages):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any
 
 from fxpipe.extensions.simulator.simulation import Simulation
@@ -14,10 +15,13 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, Edge, own_buffer
 from fxpipe.torchtools.pytrees import in_blocks
 
-PARTS = ("parameters", "optimizer", "versions", "gradients", "saved", "values", "workspace")
+PARTS = (
+    *("parameters", "optimizer", "versions", "gradients", "saved", "values", "workspace"),
+    "besides",
+)
 """The parts of a device's memory: one version of the parameters; optimizer state and buffers;
 further versions; sums of gradients; what is kept for backward; values and gradients between stages;
-and what the running instruction adds."""
+what the running instruction adds; and what the device and the allocator take besides."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,27 @@ def memory_over_time(simulation: Simulation, sizes: Sizes) -> tuple[Memory, ...]
     of them is gone. Devices with streams take and free memory in the order of their launches.
     """
     program = simulation.launched or simulation.program
-    return tuple(
+    held = [
         _memory(simulation, Holding(program, sizes, device)) for device in range(simulation.devices)
+    ]
+    return tuple(_with_besides(memory, sizes) for memory in held)
+
+
+def _with_besides(memory: Memory, sizes: Sizes) -> Memory:
+    """The same with what a device and its allocator take besides."""
+    if not sizes.context and sizes.reserved == 1:
+        return memory
+
+    def taken(level: int) -> int:
+        return sizes.context + ceil(sizes.reserved * level)
+
+    peak = taken(memory.peak)
+    return replace(
+        memory,
+        peak=peak,
+        levels=tuple(map(taken, memory.levels)),
+        resting=taken(memory.resting),
+        parts={**memory.parts, "besides": peak - memory.peak},
     )
 
 

@@ -20,6 +20,7 @@ from fxpipe.extensions.shares import tell_shares
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.away import away_costs
 from fxpipe.extensions.simulator.costs import (
+    Cost,
     Costs,
     Key,
     Link,
@@ -81,8 +82,9 @@ def simulate_pipe(
         held(pipe, compiled),
         costs or _profiled(pipe, compiled),
         links=links or (None if costs else given_links(options)),
-        serial=not costs and pipe._engine.serial(compiled),
+        serial=not costs and options.costs is None and pipe._engine.serial(compiled),
         steps=steps,
+        away=None if options.costs is None else (options.costs.host,) * 2,
     )
     return replace(found, slices=compiled.schedule.slices)
 
@@ -189,10 +191,11 @@ def predict_step(
         InputError: nothing was measured and no costs are given, or the given costs do not fit.
     """
     check_keys(costs)
-    given: dict[Key, float] = dict((costs or {}).items())
+    given: dict[Key, Cost] = dict((costs or {}).items())
     place = next((spec.device for spec in plan.specs.values()), "cpu")
     measured = measured_costs(plan) | away_costs(plan, program, sizes, away or place)
-    if not (known := {key: t for key, t in measured.items() if key[0] not in given} | given):
+    kept: dict[Key, Cost] = {key: t for key, t in measured.items() if key[0] not in given}
+    if not (known := kept | given):
         raise InputError(
             "nothing was measured on this plan; give costs=, such as those of pipe.profile(...)"
         )
@@ -260,6 +263,8 @@ def held_sizes(
     )
     if compiled.traced.loss is not None:
         sizes = replace(sizes, handed=frozenset({compiled.traced.loss}))
+    if options.costs is not None:
+        sizes = replace(sizes, context=options.costs.context)
     if own is not None or given is not None:
         return sizes
     adam = {s: size + 2 * sizes.gradients[s] for s, size in sizes.optimizer.items()}

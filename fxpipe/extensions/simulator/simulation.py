@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
@@ -27,6 +27,7 @@ from fxpipe.verify.alone import window_of
 from fxpipe.verify.schedule import KeptCounts, kept_of
 
 if TYPE_CHECKING:
+    from fxpipe.extensions.simulator.costs import Costs
     from fxpipe.extensions.simulator.memory import Memory
 
 
@@ -126,6 +127,7 @@ class Simulation:
         seconds: whether times are in seconds.
         serial: whether one thread computes for all devices, one after another.
         again: number of steps → the same simulation for so many.
+        other: costs, links and sizes → the same simulation with these.
         pairs: the tasks that run together.
         launched: the lists in the order in which devices with streams launch them, arrivals ahead
             of the computations that they overlap; None without streams.
@@ -141,6 +143,7 @@ class Simulation:
     seconds: bool = False
     serial: bool = False
     again: Callable[[int], Simulation] | None = field(default=None, repr=False, compare=False)
+    other: Callable[..., Simulation] | None = field(default=None, repr=False, compare=False)
     pairs: Pairs = field(default_factory=dict, repr=False)
     launched: Program | None = field(default=None, repr=False, compare=False)
     slices: int = 1
@@ -305,6 +308,18 @@ class Simulation:
         period = (done[2 * half] - done[half]) / half  # of batches before those of the flush
         work = sum(longer.busy) / longer.steps
         return Steady(period, idle_share(work, longer.devices * period))
+
+    def with_costs(self, costs: Costs | None, **others: Any) -> Simulation:
+        """The same steps with other costs, and with other ``links=`` or ``sizes=`` if these are
+        given. Nothing is lowered again, so that many costs of one program take little time.
+
+        Raises:
+            InputError: as for ``simulate``; or it is a measured run.
+        """
+        if self.other is None:
+            raise InputError("a measured run has no other costs; simulate the program with them")
+        found = self.other(costs, **others)
+        return replace(found, seconds=self.seconds, slices=self.slices)
 
     @cached_property
     def tasks(self) -> Tasks:

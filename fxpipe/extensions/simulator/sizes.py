@@ -113,6 +113,8 @@ class Sizes:
         early: how many values from each other device may be in memory before their receives: on
             ranks as many receives as they post ahead.
         handed: values that the caller keeps as they are handed over, until the step is over.
+        context: bytes that each device takes besides, of its driver, libraries and communicators.
+        reserved: bytes that an allocator takes for each byte that is held, at least 1.
         block: of how many bytes what devices allocate is a multiple. What crosses between devices,
             ``values`` and ``elements``, has not been rounded to it, all else has.
     """
@@ -135,6 +137,8 @@ class Sizes:
     adding: Mapping[tuple[str, int], Workspace] = field(default_factory=dict)
     early: int = 0
     handed: frozenset[str] = frozenset()
+    context: int = 0
+    reserved: float = 1
     block: int = 1
 
     def crossing(self, buffer: Buffer) -> int:
