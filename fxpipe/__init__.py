@@ -47,9 +47,13 @@ if TYPE_CHECKING:
     from fxpipe.extensions.inductor.compile_stages import Inductor
     from fxpipe.extensions.list_schedules.listed import list_schedule
     from fxpipe.extensions.offload.add_offload import Offload
+    from fxpipe.extensions.paper.cluster import Cluster
+    from fxpipe.extensions.paper.device import Device
+    from fxpipe.extensions.paper.plan import plan
     from fxpipe.extensions.ranks.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
+    from fxpipe.extensions.simulator import Link, Sizes, Time
     from fxpipe.extensions.slices.extension import Slices
     from fxpipe.extensions.watch.watch import Watch as watch
     from fxpipe.passes.partition.options import Partition
@@ -72,9 +76,11 @@ __all__ = [
     "C",
     "CaptureError",
     "CheckpointError",
+    "Cluster",
     "Comparison",
     "CudaGraphs",
     "DeferredBatchNorm",
+    "Device",
     "DeviceError",
     "DeviceMemoryError",
     "Dispatch",
@@ -87,6 +93,7 @@ __all__ = [
     "Inductor",
     "InputError",
     "LeafModules",
+    "Link",
     "LossWeight",
     "O",
     "Offload",
@@ -104,9 +111,11 @@ __all__ = [
     "Recipe",
     "Replicas",
     "Schedule",
+    "Sizes",
     "Slices",
     "Task",
     "TaskContext",
+    "Time",
     "TraceError",
     "U",
     "VerificationError",
@@ -117,6 +126,7 @@ __all__ = [
     "define_task",
     "list_schedule",
     "one_each",
+    "plan",
     "rejoin",
     "round_robin",
     "schedule",

@@ -18,6 +18,7 @@ from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension, LateSchedule, find, names
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
+from fxpipe.passes.partition.measure import GivenCosts
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 
@@ -163,6 +164,16 @@ def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:
                 f"{near(head, [*known, 'target'])}"
             )
     return dict(batch_dims)
+
+
+def given_costs(costs: Any) -> GivenCosts | None:
+    """Return given costs. Raises InputError if they are of no described device."""
+    if costs is None or callable(getattr(costs, "node_costs", None)):
+        return cast(GivenCosts | None, costs)
+    raise InputError(
+        f"costs is {costs!r}; give a described device, such as fxpipe.Device(flops=312e12, "
+        "bandwidth=2e12, efficiency=0.6)"
+    )
 
 
 def read_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

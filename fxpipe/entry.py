@@ -21,6 +21,7 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.parts import Parts
+from fxpipe.passes.partition.measure import GivenCosts
 from fxpipe.passes.partition.options import Each, Partition, read_partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.pipeline import Pipeline
@@ -28,7 +29,7 @@ from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import ThreadChoice
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, OptimizerLike
 from fxpipe.torchtools.accelerator import home
-from fxpipe.torchtools.meta import bytes_if_hollow
+from fxpipe.torchtools.meta import bytes_if_hollow, with_zeros
 
 _compiled: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Pipeline]] = weakref.WeakKeyDictionary()
 
@@ -53,6 +54,7 @@ def compile(
     example: Any = None,
     batch_dims: BatchDims | None = None,
     partition: str | Sequence[str] | Partition = "auto",
+    costs: GivenCosts | None = None,
     extensions: Sequence[Extension | str] = (),
 ) -> Pipeline:
     """Cut a model into stages, one or more for each device, and return a pipeline that trains it.
@@ -61,7 +63,8 @@ def compile(
 
     - how a step runs: ``schedule``, ``microbatches``, ``memory_limits``, ``recompute``
     - what it trains: ``loss``, ``reduction``, ``optimizer``, ``clip_norm``, ``scaler``
-    - what it is compiled for, and how it is cut: ``example``, ``batch_dims``, ``partition``
+    - what it is compiled for, and how it is cut: ``example``, ``batch_dims``, ``partition``,
+      ``costs``
     - whatever few need: ``extensions``
 
     The Python state that the model's code reads (attributes, globals, hooks, functions) may change
@@ -147,6 +150,9 @@ def compile(
             inputs of the model.
         partition: "auto"; the names of submodules at each of which a stage begins; or a
             ``fxpipe.Partition`` with memory limits, device speeds or links.
+        costs: a ``fxpipe.Device``, by whose FLOPs and bytes a second operations are timed. Nothing
+            of the model is then run, timed or compared with its plan, so that the model and the
+            example may be on the meta device, and larger than this machine. See docs/paper.md.
         extensions: parts of fxpipe, or of your own, that few pipes need; see docs/extensions.md.
             Such as ``[fxpipe.CudaGraphs()]``, or its name, ``["cuda_graphs"]``.
 
@@ -199,6 +205,7 @@ def compile(
             replicas=group.replicas,
             decides="" if late is None else recipe.name,
             hollow=bytes_if_hollow(model),
+            costs=arguments.given_costs(costs),
         )
         for extension in given:
             options = extension.options(options)
@@ -215,7 +222,7 @@ def compile(
             _check_free(model)  # another thread may have compiled it meanwhile
             _compiled[model] = weakref.ref(pipe)
         if inputs is not None:
-            args, kwargs = inputs
+            args, kwargs = inputs if costs is None else with_zeros(inputs)
             pipe.prepare(*args, **kwargs)
         failed.pop_all()
         return pipe

@@ -89,14 +89,20 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "public": {
         "Comparison": f"{_HERE}.comparison.comparison:Comparison",
         "CudaGraphs": f"{_HERE}.cuda_graphs.capturing:CudaGraphs",
+        "Cluster": f"{_HERE}.paper.cluster:Cluster",
         "DeferredBatchNorm": f"{_HERE}.deferred_batchnorm.defer_batchnorm:DeferredBatchNorm",
+        "Device": f"{_HERE}.paper.device:Device",
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
         "Inductor": f"{_HERE}.inductor.compile_stages:Inductor",
+        "Link": f"{_HERE}.simulator:Link",
         "Offload": f"{_HERE}.offload.add_offload:Offload",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
+        "Sizes": f"{_HERE}.simulator:Sizes",
         "Slices": f"{_HERE}.slices.extension:Slices",
+        "Time": f"{_HERE}.simulator:Time",
         "compare": f"{_HERE}.comparison.comparison:compare",
         "list_schedule": f"{_HERE}.list_schedules.listed:list_schedule",
+        "plan": f"{_HERE}.paper.plan:plan",
         "rejoin": f"{_HERE}.ranks.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
         "watch": f"{_HERE}.watch.watch:Watch",
@@ -120,6 +126,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "part": {},  # by ``fxpipe.parts``
     "command": {
         "main": f"{_HERE}.cli:main",
+        "plan": f"{_HERE}.paper.command:add_plan",
     },
 }
 """Door → name → "module:attribute", or the function itself."""

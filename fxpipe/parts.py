@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.ranks.streams import StreamRanks
     from fxpipe.extensions.replicas.buckets import into_buckets
     from fxpipe.extensions.replicas.collectives import Collectives
-    from fxpipe.extensions.replicas.lowering import SumReplicas, add_reduce
+    from fxpipe.extensions.replicas.lowering import SumReplicas, add_reduce, gather_weights
     from fxpipe.extensions.replicas.opcodes import owners, part_of
     from fxpipe.extensions.simulator.pipe import peaks, task_seconds
     from fxpipe.extensions.stage_table.table import stage_table
@@ -56,6 +56,7 @@ class Parts:
     footprint = Part(
         f"{_HERE}.memory_limits.footprint:estimate_footprint", lambda: estimate_footprint
     )
+    gather_weights = Part(f"{_HERE}.replicas.lowering:gather_weights", lambda: gather_weights)
     kept = Part(f"{_HERE}.inductor.libraries:kept", lambda: kept)
     memory_budget = Part(f"{_HERE}.memory_limits.budget:MemoryBudget", lambda: MemoryBudget)
     merged_moments = Part(

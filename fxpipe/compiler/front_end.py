@@ -7,11 +7,13 @@ are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler import passes
@@ -173,10 +175,21 @@ class FrontEnd:
                     return traced
                 del traced
 
+    def _sketching(self) -> AbstractContextManager[Any]:
+        """Inside, the model runs without data if costs are given."""
+        if self.options.costs is None:
+            return nullcontext()
+        return FakeTensorMode(allow_non_fake_inputs=True)
+
     def _run_again(self, call: Call) -> None:
         """Run the model with its own numbers, so that what the code keeps of them are numbers."""
         args, kwargs, _ = call.batch.unflatten(call.leaves)
-        with untouched(self.options.model), intra_op_threads(self.options.threads), torch.no_grad():
+        with (
+            untouched(self.options.model),
+            intra_op_threads(self.options.threads),
+            torch.no_grad(),
+            self._sketching(),
+        ):
             self.options.model(*args, **kwargs)
 
     def _trace(self, call: Call, free: Dims, stand_ins: StandIns) -> Traced:
@@ -204,7 +217,11 @@ class FrontEnd:
         given = dict(zip(call.batch.names, call.leaves, strict=True))
         with untouched(options.model), put_back(given), intra_op_threads(options.threads):
             leaves = dict(zip(call.batch.names, call.leaves[:inputs], strict=False))
-            with put_back(leaves) as written, stand_ins.inside(options.model):
+            with (
+                put_back(leaves) as written,
+                stand_ins.inside(options.model),
+                self._sketching(),
+            ):
                 tried = run_all(passes.of(options, "try"), facts)
             self.guard.calls_loss = self.leaves.loss
             if written:
@@ -229,7 +246,7 @@ class FrontEnd:
             own = stand_ins.loss(options.objective.with_logged)
             made = LossModule(own, loss, spec, facts["logged"])
             if not leaves.loss:
-                with self.guard.reading():
+                with self.guard.reading(), self._sketching():
                     made(*flat, *targets, *numbers)
         with leaves.calls() as calls, stand_ins.inside(options.model):
             if calls is not None and stand_ins.numbers:

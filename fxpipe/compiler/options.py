@@ -13,6 +13,7 @@ from torch import nn
 from fxpipe.compiler.objective import Objective
 from fxpipe.extend import Extension
 from fxpipe.ir.recipe import Recipe
+from fxpipe.passes.partition.measure import GivenCosts
 from fxpipe.passes.partition.options import Partition
 from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
@@ -52,6 +53,7 @@ class Options:
         in_order: whether gradients are added in the order of the replicas on every kind of device.
         decides: the name of what chooses the schedule at the first step, such as "auto", else "";
             ``recipe`` then only says where the stages are.
+        costs: what nodes cost; nothing of the model is then run, timed or compared.
 
     All others are as in ``fxpipe.compile``.
     """
@@ -79,6 +81,7 @@ class Options:
     bucket_bytes: float = 25 * 2**20
     in_order: bool = False
     decides: str = ""
+    costs: GivenCosts | None = None
 
     @property
     def loss(self) -> Callable[..., Any] | None:

@@ -192,6 +192,8 @@ class Placement:
 
     def _timed(self, facts: Mapping[str, Any]) -> Mapping[str, NodeCost]:
         """Node → its costs, by the plan of one stage."""
+        if self._options.costs is not None:
+            return self._options.costs.node_costs(facts["traced"], facts["plan"])
         with under(()):  # as the graphs run
             costs: Mapping[str, NodeCost]
             costs = run_all(passes.of(self._options, "measure"), facts)["costs"]

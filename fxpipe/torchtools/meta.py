@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._C import _to_dlpack
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
 from fxpipe.errors import InputError
@@ -35,6 +37,23 @@ def bytes_if_hollow(model: nn.Module) -> int:
                     '(device="cpu"), or register_buffer it'
                 )
     return sum(map(size_in_bytes, tensors)) if any(x.is_meta for x in tensors) else 0
+
+
+T = TypeVar("T")
+
+
+def with_zeros(tree: T) -> T:
+    """The same with zeros in place of tensors without data. Memory of zeros takes none before it is
+    written."""
+
+    def zeros(x: Tensor) -> Tensor:
+        if not (x.is_meta or isinstance(x, FakeTensor)):
+            return x
+        with unset_fake_temporarily():
+            return torch.zeros(x.shape, dtype=x.dtype, device="cpu")
+
+    made: T = pytree.tree_map_only(Tensor, zeros, tree)
+    return made
 
 
 class Scratch:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -71,6 +71,24 @@ class NodeCost:
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
+
+
+class GivenCosts(Protocol):
+    """What nodes cost on a device that is described, so that nothing of a model has to run.
+
+    Attributes:
+        context: bytes that a device takes besides what stages hold.
+        host: bytes a second between a device and the memory of its host.
+    """
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def host(self) -> float: ...
+
+    def node_costs(self, traced: Traced, plan: Plan) -> Mapping[str, NodeCost]:
+        """Node → its costs, by the graph and its plan of one stage; as ``measure``."""
 
 
 def measure(

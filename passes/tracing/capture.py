@@ -31,7 +31,7 @@ from fxpipe.passes.tracing.capturing import capturing
 from fxpipe.passes.tracing.explain import BackwardError
 from fxpipe.passes.tracing.halves import Halves
 from fxpipe.passes.tracing.loss_module import LossModule, own_loss
-from fxpipe.passes.tracing.shapesr import UntracedCalls
+from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools.pytrees import taken_apart, together
 from fxpipe.torchtools.state import attributes_kept
 

@@ -28,7 +28,8 @@ def test_of_an_exchange_what_does_not_hide_adds_to_its_task(
     shown = (4 - quarters) / 4 * exchange
     # neither ends before its own time is over
     assert time.total == pytest.approx(max(compute + shown, exchange))
-    found = fs.one_f_one_b(2, 3).simulate({"F": time, "B": 0, "U": 0})
+    costs: Any = {"F": time, "B": 0, "U": 0}
+    found = fs.one_f_one_b(2, 3).simulate(costs)
     assert found.makespan == pytest.approx(4 * time.total)
 
 
@@ -132,7 +133,8 @@ def test_other_costs_give_what_a_new_simulation_gives(f: int, b: int, name: str)
         recipe = fs.interleaved_one_f_one_b.placed(round_robin(3))
     schedule = recipe(2, 4)
     first = schedule.simulate()
-    costs, links = {"F": f, "B": b, ("F", 1): f + 1, "U": 0}, Link(2)
+    costs: Any = {"F": f, "B": b, ("F", 1): f + 1, "U": 0}
+    links = Link(2)
     again, anew = first.with_costs(costs, links=links), schedule.simulate(costs, links=links)
     assert again.events == anew.events
     assert again.with_costs(costs).events == anew.events  # links stay

@@ -1,0 +1,173 @@
+"""The ways to train that a plan has found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fxpipe.extend import find
+from fxpipe.extensions.paper.layouts import Layout
+from fxpipe.extensions.planner.candidates import Candidate
+from fxpipe.extensions.tables import plain_table, table_text, time_text
+from fxpipe.formatting import bytes_text
+
+_SMALL = 0.02
+"""Causes that take a smaller share of a step are not named."""
+
+_SHOWN = 5
+"""Of the ways that lost, how many are shown."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+        layout: replicas × stages × devices of a stage.
+        candidate: schedule, micro-batches, recomputation and offloading.
+        samples: of a micro-batch.
+        seconds: of a step.
+        memory: bytes of the fullest device.
+        mfu: the share of the devices' peak FLOPs that the model's products make up.
+        waits: cause → the share of a step that devices do not compute for it, in the mean.
+        begins: the submodules at which the stages after the first begin.
+        sharded: whether replicas share the state of the optimizer.
+        given: arguments of ``compile`` that the plan was given.
+    """
+
+    layout: Layout
+    candidate: Candidate
+    samples: int
+    seconds: float
+    memory: float
+    mfu: float
+    waits: Mapping[str, float]
+    begins: tuple[str, ...]
+    sharded: bool
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def chunks(self) -> int:
+        """CountedStages on each device."""
+        return len(self.candidate.recipe.place(self.layout.stages)) // self.layout.stages
+
+    @property
+    def recompute(self) -> str:
+        return self.candidate.recompute[0]
+
+    @property
+    def offload(self) -> str:
+        return next(iter(self.candidate.offload), "never")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of ``compile`` besides the model and the mesh."""
+        extensions = []
+        if self.sharded:
+            extensions.append(find("public", "Replicas")(shard_optimizer=True))
+        if self.offload != "never":
+            extensions.append(find("extension", "offload")(self.offload))
+        return {
+            "schedule": self.candidate.recipe,
+            "microbatches": self.candidate.microbatches,
+            "recompute": self.recompute,
+            "partition": list(self.begins),
+            "extensions": extensions,
+            **self.given,
+        }
+
+    def device_mesh(self, kind: str = "cuda") -> DeviceMesh:
+        """The mesh of all devices, with the dimensions "dp", "pp" and, where several devices share
+        a stage, "tp". All processes call this."""
+        shape = {n: size for n, size in self.layout.shape.items() if n != "tp" or size > 1}
+        return init_device_mesh(kind, (*shape.values(),), mesh_dim_names=(*shape,))
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh for ``compile``: replicas and stages, of this process's place in its group."""
+        mesh = self.device_mesh()
+        names = tuple(name for name in self.layout.shape if name != "tp")
+        return mesh[names] if self.layout.group > 1 else mesh
+
+    @property
+    def limit(self) -> str:
+        """What the step waits for most."""
+        name = max(self.waits, key=self.waits.__getitem__, default="")
+        return name if name and self.waits[name] >= _SMALL else "computing"
+
+    def __str__(self) -> str:
+        text = f"{self.layout}, {self.candidate.recipe.name}"
+        if self.chunks > 1:
+            text += f", {self.chunks} stages a device"
+        text += f", {self.candidate.microbatches} × {self.samples} samples"
+        text += ", recomputing" * (self.recompute != "never")
+        return text + ", offloading" * (self.offload != "never")
+
+
+class Ranking(Sequence[Way]):
+    """The ways that a plan has found, the fastest first.
+
+    Attributes:
+        lost: those that are slower, or do not fit.
+    """
+
+    def __init__(self, ways: Sequence[Way], keep: int, given: Mapping[str, Any]) -> None:
+        from dataclasses import replace
+
+        memory = ways[0].layout.cluster.device.memory
+        fit = [replace(way, given=given) for way in ways if way.memory <= memory]
+        self._ways = fit[:keep]
+        self.lost = [*fit[keep:], *(way for way in ways if way.memory > memory)]
+
+    def __len__(self) -> int:
+        return len(self._ways)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._ways[at]
+
+    def __iter__(self) -> Iterator[Way]:
+        return iter(self._ways)
+
+    def __str__(self) -> str:
+        """A table of the ways, and why the next ones lost."""
+        table = plain_table()
+        for heading in ("", "dp × pp × tp", "schedule", "micro-batches", "recompute"):
+            table.add_column(heading)
+        for heading in ("step", "memory", "MFU"):
+            table.add_column(heading, justify="right")
+        table.add_column("waits for")
+        for at, way in enumerate(self._ways):
+            layout, candidate = way.layout, way.candidate
+            name = candidate.recipe.name + (f" × {way.chunks}" if way.chunks > 1 else "")
+            waits = sorted(way.waits.items(), key=lambda each: -each[1])
+            causes = [f"{cause} {share:.0%}" for cause, share in waits if share >= _SMALL]
+            table.add_row(
+                str(at),
+                f"{layout.replicas} × {layout.stages} × {layout.group}",
+                name,
+                f"{candidate.microbatches} × {way.samples}",
+                way.recompute + ", offload" * (way.offload != "never"),
+                time_text(way.seconds),
+                bytes_text(way.memory),
+                f"{way.mfu:.0%}",
+                ", ".join(causes[:2]) or "computing",
+            )
+        lines = [table_text(table)]
+        if self.lost:
+            lines.append("lost:")
+            lines += [f"  {way}: {self._why(way)}" for way in self._nearest()]
+        return "\n".join(lines)
+
+    def _nearest(self) -> list[Way]:
+        """The ways that lost by the least."""
+        return sorted(self.lost, key=lambda way: way.seconds)[:_SHOWN]
+
+    def _why(self, way: Way) -> str:
+        memory = way.layout.cluster.device.memory
+        if way.memory > memory:
+            return f"needs {bytes_text(way.memory)} of {bytes_text(memory)} on a device"
+        slower = way.seconds / self._ways[0].seconds - 1
+        return f"{slower:.1%} slower; waits for {way.limit}"
