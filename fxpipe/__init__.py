@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.search.search import search_schedule
     from fxpipe.extensions.simulator import Link, Sizes, Time
     from fxpipe.extensions.slices.extension import Slices
-    from fxpipe.extensions.watch.watch import Watch as watch
+    from fxpipe.extensions.watch.watch import Watched as watch
     from fxpipe.passes.partition.options import Partition
     from fxpipe.pipeline import Pipeline
 

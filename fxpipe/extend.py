@@ -105,7 +105,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "plan": f"{_HERE}.paper.plan:plan",
         "rejoin": f"{_HERE}.ranks.rejoin:rejoin",
         "search_schedule": f"{_HERE}.search.search:search_schedule",
-        "watch": f"{_HERE}.watch.watch:Watch",
+        "watch": f"{_HERE}.watch.watch:Watched",
     },
     "schedule": {
         "auto": f"{_HERE}.planner.auto:Auto",

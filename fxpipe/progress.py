@@ -46,7 +46,7 @@ def erases(stream: TextIO | None) -> bool:
     return False
 
 
-class Line:
+class OneLine:
     """One line of a stream, each text of which is written over the one before."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -64,7 +64,7 @@ class _Line:
     """A thread that writes the line: the caller's may be busy."""
 
     def __init__(self, stream: TextIO, text: Callable[[], str]) -> None:
-        self._line, self._text = Line(stream), text
+        self._line, self._text = OneLine(stream), text
         self._begin = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fxpipe-progress", daemon=True)

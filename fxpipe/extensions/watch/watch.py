@@ -17,7 +17,7 @@ from fxpipe.extensions.watch.flops import flops_of
 from fxpipe.formatting import bytes_text
 from fxpipe.log import LOGGER
 from fxpipe.pipeline import Pipeline
-from fxpipe.progress import Line, erases
+from fxpipe.progress import OneLine, erases
 
 _T = TypeVar("_T")
 
@@ -31,7 +31,7 @@ _MUCH = 0.1
 """The share of the time from which on something is worth advice."""
 
 
-class Watch(Generic[_T]):
+class Watched(Generic[_T]):
     """Batches as they come from a loader, and figures of the steps that train on them:
     ``for x, y in fxpipe.watch(pipe, loader): pipe.step(x, target=y)``.
 
@@ -80,7 +80,7 @@ class Watch(Generic[_T]):
         self._writer = None if tensorboard is None else _writer(tensorboard)
         out = stream or sys.stderr
         own = show and not pipe._group.rank and erases(out)
-        self._line = Line(out) if own else None
+        self._line = OneLine(out) if own else None
         self._shown = 0.0
 
     def __len__(self) -> int:
