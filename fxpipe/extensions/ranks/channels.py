@@ -2,7 +2,7 @@
 
 Tensors whose shapes the plan says go from device to device over ``PairGroups``, in the order of the
 lists. Receives are posted ahead, into the memory in which the values stay. Everything else (losses,
-outputs, norms, values that are no tensors) goes by the log.
+outputs, norms, values that are no tensors) goes over the tree.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, RankError
 from fxpipe.extensions.ranks.group import RankGroup, failure_of
-from fxpipe.extensions.ranks.log import Entry
 from fxpipe.extensions.ranks.packing import enclosed, opened
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.ranks.tree import Key
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import CROSSING, Buffer
@@ -113,8 +113,8 @@ class RankChannels(Channels):
     def put(self, device: int, buffer: Buffer, value: Any) -> None:
         spec = self._spec(buffer)
         if spec is None:
-            entry = Entry("value", (self._run, buffer), enclosed(value))
-            self._group.tell(entry, [self._group.pipeline[device]])
+            to = [self._group.pipeline[device]]
+            self._group.tell("value", (self._run, buffer), enclosed(value), to)
             return
         if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
             raise InputError(
@@ -232,7 +232,7 @@ class RankChannels(Channels):
         for values, ranks in ((unsent, own), (losses, elsewhere)):
             if values and ranks:
                 sent = [(buffer, enclosed(value)) for buffer, value in values]
-                group.tell(Entry("outputs", (self._run,), sent), ranks)
+                group.tell("outputs", (self._run,), sent, ranks)
 
     def fed(self, batch: int) -> None:
         with self._group.changed:
@@ -240,14 +240,13 @@ class RankChannels(Channels):
                 self._jobs[batch].host.take(buffer, value, replica)
 
     def meet(self) -> None:
-        """Wait until all ranks of this replica have called this. Raises Stopped if the run ends."""
-        self._group.tell(Entry("meet", (self._run,)), self._group.pipeline)
-        for _ in self._group.pipeline:  # nobody comes to the next meeting before all have to this
-            self._next(self._met)
+        """Wait until all ranks have called this. Raises Stopped if the run ends."""
+        self._group.meet(self._run)
+        self._next(self._met)
 
     def left(self, explain: Callable[[], BaseException]) -> None:
         if self._overlaps:  # else the call that is running tells the other ranks
-            self._group.tell(Entry("left", (self._run,), failure_of(explain())))
+            self._group.tell("left", (self._run,), failure_of(explain()))
 
     def stop(self) -> None:
         super().stop()
@@ -255,31 +254,31 @@ class RankChannels(Channels):
         self._stopped.set()
         self._pairs.abort()
 
-    def deliver(self, rank: int, entry: Entry) -> None:
-        """Handle what a rank has told of this run; called by the thread that reads the log."""
+    def deliver(self, kind: str, rank: int, key: Key, value: Any) -> None:
+        """Handle what a rank has told of this run; called by a thread of the tree."""
         replica = rank // len(self._group.pipeline)
-        if entry.kind == "meet":
+        if kind == "answer":
             self._met.put(rank)
         elif rank == self._group.rank:
             return  # it is known here
-        elif entry.kind == "left":
-            error = self._group.error_of(rank, entry.value)
+        elif kind == "left":
+            error = self._group.error_of(rank, value)
             if self.running:
                 self.fail(error)
             else:
                 self.failure = error  # the run will not start
-        elif entry.kind == "value":
-            super().put(self._group.device, entry.key[1], opened(entry.value))
+        elif kind == "value":
+            super().put(self._group.device, key[1], opened(value))
         else:
-            for buffer, sent in entry.value:
-                value = opened(sent)
+            for buffer, sent in value:
+                opens = opened(sent)
                 if buffer.batch in self._jobs:
-                    self._jobs[buffer.batch].host.take(buffer, value, replica)
+                    self._jobs[buffer.batch].host.take(buffer, opens, replica)
                 else:
-                    self._outputs.setdefault(buffer.batch, []).append((buffer, value, replica))
+                    self._outputs.setdefault(buffer.batch, []).append((buffer, opens, replica))
 
     def fail(self, error: RankError) -> None:
-        """Stop the run, as another rank has left it; called by the thread that reads the log."""
+        """Stop the run, as another rank has left it; called by a thread of the tree."""
         if self.running and not self.stopping:
             self.failure = error
             self._failed(error)  # before the devices report that they have been stopped

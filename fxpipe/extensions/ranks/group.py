@@ -7,14 +7,16 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise, zip_longest
+from math import inf
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe.errors import InputError, RankError, told
-from fxpipe.extensions.ranks.log import STORE, Entry, Log
-from fxpipe.extensions.ranks.packing import enclosed, opened
+from fxpipe.extensions.ranks.packing import RefusedError, enclosed, opened, pack, unpack
+from fxpipe.extensions.ranks.tree import OUTCOME, REFUSED, STORE, Key, Tree
 from fxpipe.runtime.group import Group
 from fxpipe.signals import HeldSignals, raise_held
 
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
 POLL = 0.1
 """Seconds between two checks for signals while a thread waits for another rank."""
 
-OUTCOME = -1
-"""The number of the exchange after a failure, wherever in the call each rank was then."""
+LARGE = 1 << 16
+"""The bytes above which a rank's part of an exchange goes by itself, and is packed once."""
 
-Key = tuple[int, int]
+Run = tuple[int, int]
 """Identifies a run's channels: the number of the call that opens them, and the number of channels
 opened in that call, these included."""
 
@@ -36,13 +38,14 @@ _PLACE = ("device", "instruction", "stage", "microbatch", "source")
 
 class Said(NamedTuple):
     """What a rank says in an exchange: about what, in which call, with how many runs kept, in which
-    epoch, and the value."""
+    epoch, the value, and whether that is large and was told before."""
 
     about: str
     what: str
     kept: int
     epoch: int
     value: Any
+    large: bool = False
 
 
 class RankGroup(Group):
@@ -58,7 +61,6 @@ class RankGroup(Group):
             number are used, once a call has begun on all ranks.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
         closed: whether ``close`` was called.
-        tell: tells some ranks something, see ``Log.tell``.
         changed: the lock to hold for any change by what other ranks tell; those that wait for it
             hear of each.
     """
@@ -66,9 +68,15 @@ class RankGroup(Group):
     own_backend = ""
 
     def __init__(
-        self, rank: int, names: Sequence[str], store: Any, group: Any, timeout: float, replicas: int
+        self,
+        rank: int,
+        names: Sequence[str],
+        store: Any,
+        groups: Mapping[int, Any],
+        timeout: float,
+        replicas: int,
     ) -> None:
-        """Open the log of the ranks, to which ``group`` belongs, a gloo process group of them. The
+        """Begin to hear of the other ranks; ``groups`` are those of the tree, see ``Tree``. The
         first replica's ranks come first, and within a replica they are in the order of devices."""
         self.rank, self.size, self.replicas = rank, len(names), replicas
         self.names, self.store, self.timeout = names, store, timeout
@@ -81,20 +89,23 @@ class RankGroup(Group):
         self.closed = False
         self.changed = threading.Condition(threading.RLock())
         self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
-        self._said: dict[tuple[int, int], dict[int, Said]] = {}  # call and number of an exchange
+        # exchange → statement → the ranks that say it, as bits; and whether that is all
+        self._answers: dict[Key, tuple[Mapping[bytes, int], bool]] = {}
+        self._large: dict[tuple[Key, int], bytes] = {}  # exchange and rank → its statement
+        self._peaks: list[Any] = [None] * self.size  # what each rank said at the end of a step
         self._failures: dict[int, RankError] = {}  # call → the first failure of it
-        self._run: Key = 0, 0
-        self._channels = weakref.WeakValueDictionary[Key, "RankChannels"]()
-        self._early: dict[Key, list[tuple[int, Entry]]] = {}  # for channels that are not open yet
+        self._run: Run = 0, 0
+        self._channels = weakref.WeakValueDictionary[Run, "RankChannels"]()
+        # what was told of channels that are not open yet
+        self._early: dict[Run, list[tuple[str, int, Key, Any]]] = {}
         self._what = ""  # the name of the running call; empty between calls
         self._exchanges = 0  # those of this call
         self._settled = False  # whether all ranks have done the call's work, and only return
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
-        self._log = Log(rank, self.size, store, group, weakref.WeakMethod(self._deliver))
-        self.tell = self._log.tell
-        weakref.finalize(self, self._log.end).atexit = False
+        self._tree = Tree(rank, self.size, groups, store, weakref.WeakMethod(self._deliver))
+        weakref.finalize(self, self._tree.end).atexit = False
 
     # calls
 
@@ -147,7 +158,7 @@ class RankGroup(Group):
             raise gone
 
     def _check_open(self) -> None:
-        if self._log.forked:
+        if self._tree.forked:
             raise InputError(
                 "this process was forked from the one that compiled the pipe, and the other ranks "
                 "are connected only to that one; use the pipe there"
@@ -155,9 +166,13 @@ class RankGroup(Group):
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
 
+    def tell(self, kind: str, key: Key, value: Any, ranks: Collection[int] | None = None) -> None:
+        """See ``Tree.tell``."""
+        self._tree.tell(kind, key, value, ranks)
+
     def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
         """All ranks must exchange the same things in the same order. Either all return from an
-        exchange, or none: the log says whether all values came before a failure.
+        exchange, or none: the root of the tree decides whether it was complete before a failure.
 
         Raises:
             RankError: a rank failed, is gone or late, or exchanges something else.
@@ -171,59 +186,92 @@ class RankGroup(Group):
         ranks = self.exchange(about, sent)
         return [{name: opened(value) for name, value in each.items()} for each in ranks]
 
-    def _exchange(self, number: int, own: Said, held: bool) -> list[Any]:
+    def meets(self, look: Callable[[], None]) -> None:
+        """Meet all ranks, before the first call. ``look`` is called meanwhile, and may raise."""
+        self._exchange(0, Said("the mesh", "fxpipe.compile", 0, 0, None), held=True, look=look)
+
+    def _exchange(
+        self, number: int, own: Said, held: bool, look: Callable[[], None] = lambda: None
+    ) -> list[Any]:
         self._settled, key = False, (self.call, number)
-        self.tell(Entry("said", key, tuple(own)))
+        self._say(key, own)
         deadline = time.monotonic() + self.timeout
-        with self.changed:
-            while True:
-                said = self._said.get(key, {})
-                self._compare(said)
-                if len(said) == self.size:
+        while True:
+            with self.changed:
+                if key in self._answers:
+                    statements, whole = self._answers.pop(key)
+                    said = self._read(key, statements)
                     break
-                failure = self.gone if number == OUTCOME else self.failure
-                if failure is not None:
+                if (failure := self.gone if number == OUTCOME else self.failure) is not None:
                     raise failure
-                if time.monotonic() > deadline:
-                    late = next(rank for rank in range(self.size) if rank not in said)
-                    raise RankError(
-                        f"{self.names[late]} has not reached the point where this rank waits "
-                        f"({own.about}) in {self.timeout:.0f} s, the timeout of "
-                        "init_process_group; let every rank make the same calls",
-                        rank=late,
-                    )
                 self.changed.wait(POLL)
-                if not held:
-                    raise_held()
-            del self._said[key]
+            if time.monotonic() > deadline:
+                self.tell("late", key, None)  # the root answers with what it has
+                deadline = inf
+            look()
+            if not held:
+                raise_held()
+        self._compare(said)
+        if not whole:
+            late = next(rank for rank in range(self.size) if rank not in said)
+            raise RankError(
+                f"{self.names[late]} has not reached the point where others wait ({own.about}) in "
+                f"{self.timeout:.0f} s, the timeout of init_process_group; let every rank make the "
+                "same calls",
+                rank=late,
+            )
         self.epoch = max(self.epoch, *(each.epoch for each in said.values()))
         return [said[rank].value for rank in range(self.size)]
 
+    def _say(self, key: Key, own: Said) -> None:
+        statement = pack(tuple(own))
+        if len(statement) > LARGE:
+            self.tell("large", key, bytes(statement))
+            statement = pack((*own[:4], None, True))
+        self._tree.say(key, bytes(statement))
+
+    def _read(self, key: Key, statements: Mapping[bytes, int]) -> dict[int, Said]:
+        """Rank → what it has said."""
+        said: dict[int, Said] = {}
+        for statement, bits in statements.items():
+            ranks = [rank for rank in range(self.size) if bits >> rank & 1]
+            try:
+                one = Said(*unpack(statement))
+                for rank in ranks:
+                    large = one.large and self._large.pop((key, rank))
+                    said[rank] = Said(*unpack(large)) if large else one
+            except RefusedError as error:
+                raise RankError(
+                    f"{self.names[ranks[0]]} has sent {error}, {REFUSED}", rank=ranks[0]
+                ) from None
+        return said
+
     def _compare(self, said: Mapping[int, Said]) -> None:
         """Check that ranks are at the same place of the same call."""
-        names = self.names
-        for (first, own), (rank, other) in pairwise(sorted(said.items())):
-            if (other.what, other.about) != (own.what, own.about):
+        names, different = self.names, {each[:3]: rank for rank, each in sorted(said.items())[::-1]}
+        for (own, first), (other, rank) in pairwise(sorted(different.items(), key=itemgetter(1))):
+            if other[:2] != own[:2]:
                 raise RankError(
-                    f"{names[rank]} calls {other.what} and is at {other.about}, while "
-                    f"{names[first]} calls {own.what} and is at {own.about}; let every rank make "
-                    "the same calls in the same order, with the same model and options",
+                    f"{names[rank]} calls {other[1]} and is at {other[0]}, while {names[first]} "
+                    f"calls {own[1]} and is at {own[0]}; let every rank make the same calls in the "
+                    "same order, with the same model and options",
                     rank=rank,
                 )
-            if other.kept != own.kept:
-                raise RankError(
-                    f"{names[rank]} has kept the results of {other.kept} runs and {names[first]} "
-                    f"those of {own.kept}: a rank failed after others had kept the results of "
-                    "the same run, so their stages do not match; load a checkpoint on every rank",
-                    rank=rank,
-                )
+            raise RankError(
+                f"{names[rank]} has kept the results of {other[2]} runs and {names[first]} those "
+                f"of {own[2]}: a rank failed after others had kept the results of the same run, so "
+                "their stages do not match; load a checkpoint on every rank",
+                rank=rank,
+            )
 
     def settle(self, value: Any) -> list[Any]:
         """It cannot be interrupted, as other ranks may have returned already. An error that this
         rank raises afterwards is no failure of the call."""
-        values = self.exchange("end", value, held=True)
+        mine = None if value == self._peaks[self.rank] else value  # mostly the same, so not told
+        for rank, other in enumerate(self.exchange("end", mine, held=True)):
+            self._peaks[rank] = self._peaks[rank] if other is None else other
         self._settled = True
-        return [values[rank] for rank in self.pipeline if rank != self.rank]
+        return [self._peaks[rank] or {} for rank in self.pipeline if rank != self.rank]
 
     def outcomes(self, value: Any) -> list[Any]:
         """Those that failed elsewhere tell nothing."""
@@ -285,7 +333,7 @@ class RankGroup(Group):
         if not self._what or self._told or self._settled or error is self.failure:
             return
         self._told = True
-        self.tell(Entry("failed", (self.call,), failure_of(error)))
+        self.tell("fails", (self.call,), failure_of(error))
 
     def _fail(self, error: BaseException) -> None:
         """Announce that the call has failed with an error, and clean up."""
@@ -294,7 +342,7 @@ class RankGroup(Group):
             if note := self._failed():
                 error.add_note(note)
             if not self._outcome_told:  # others may wait for it
-                self.tell(Entry("said", (self.call, OUTCOME), tuple(self._outcome(None))))
+                self._say((self.call, OUTCOME), self._outcome(None))
         if self.call == 1:  # the first call is compile: there will be no pipe
             self.close()
 
@@ -328,10 +376,10 @@ class RankGroup(Group):
 
     def close(self) -> None:
         """Stop what still runs here, and say goodbye to the other ranks."""
-        if not self._log.forked:
+        if not self._tree.forked:
             self.closed = True
             self._stop(RankError("the pipe was closed", rank=self.rank))
-            self._log.close()
+            self._tree.close()
 
     def _stop(self, error: RankError) -> None:
         """Stop all runs because of an error."""
@@ -342,42 +390,50 @@ class RankGroup(Group):
 
     # what other ranks tell
 
-    def open(self, channels: RankChannels) -> Key:
+    def open(self, channels: RankChannels) -> Run:
         """Hand what belongs to a run to its channels. Returns their key, alike on all ranks."""
         with self.changed:
             self._run = key = self._run[0], self._run[1] + 1
             self._channels[key] = channels
-            for rank, entry in self._early.pop(key, []):
-                channels.deliver(rank, entry)
+            for kind, rank, of, value in self._early.pop(key, []):
+                channels.deliver(kind, rank, of, value)
         return key
+
+    def meet(self, run: Run) -> None:
+        """Come to the barrier of a run; its channels hear when all ranks have."""
+        self._tree.say((self.call, run), b"")
 
     def _forget(self) -> None:
         """Drop what belongs to this call, which is over here."""
         with self.changed:
-            self._said = {key: said for key, said in self._said.items() if key[0] > self.call}
-            self._early = {key: kept for key, kept in self._early.items() if key[0] > self.call}
+            self._answers = {key: each for key, each in self._answers.items() if key[0] > self.call}
+            self._large = {key: each for key, each in self._large.items() if key[0][0] > self.call}
+            self._early = {key: each for key, each in self._early.items() if key[0] > self.call}
             self._failures = {call: e for call, e in self._failures.items() if call > self.call}
 
-    def _deliver(self, rank: int, entry: Entry) -> None:
-        """Handle an entry of the log; called by the thread that reads it."""
+    def _deliver(self, kind: str, rank: int, key: Key, value: Any) -> None:
+        """Handle what a rank tells; called by a thread of the tree."""
         stops: RankError | None = None
         with self.changed:
-            call = of = entry.key[0]
-            if entry.kind == "gone":
-                self._gone = rank, of, entry.value
+            call = key[0]
+            if kind == "gone":
+                self._gone = rank, call, value
                 stops = self.gone
-            elif entry.kind == "said":
-                open_ = call not in self._failures or entry.key[1] == OUTCOME
-                if call >= self.call and open_:
-                    self._said.setdefault(entry.key, {})[rank] = Said(*entry.value)
-            elif entry.kind == "failed":
+            elif kind == "failed":
                 if (call > self.call or self._what) and call not in self._failures:
-                    self._failures[call] = error = self.error_of(rank, entry.value)
+                    self._failures[call] = error = self.error_of(rank, value)
                     stops = error if call == self.call and rank != self.rank else None
-            elif (channels := self._channels.get(of)) is not None:
-                channels.deliver(rank, entry)
-            elif of > self._run:  # else the run is over here
-                self._early.setdefault(of, []).append((rank, entry))
+            elif kind == "large":
+                self._large[key, rank] = value
+            elif kind == "answer" and isinstance(key[1], int):
+                if call >= self.call:
+                    self._answers[key] = value
+            else:
+                run = key[1] if kind == "answer" else call
+                if (channels := self._channels.get(run)) is not None:
+                    channels.deliver(kind, rank, key, value)
+                elif run > self._run:  # else it is over here
+                    self._early.setdefault(run, []).append((kind, rank, key, value))
             self.changed.notify_all()
         if stops is not None:
             self._stop(stops)

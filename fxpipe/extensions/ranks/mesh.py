@@ -4,11 +4,11 @@ compiled."""
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpipe.errors import InputError, RankError, told
 from fxpipe.extensions.ranks.agreement import Ranks
-from fxpipe.extensions.ranks.pairs import interruptibly, within
+from fxpipe.extensions.ranks.meeting import Meeting, OverError, interruptibly, within
+from fxpipe.extensions.ranks.pairs import in_the_background
+from fxpipe.extensions.ranks.rejoin import check_met
+from fxpipe.extensions.ranks.tree import neighbours
 from fxpipe.formatting import numbers_text
 from fxpipe.runtime.group import Group
-from fxpipe.signals import raise_held
 
 JOINS = timedelta(seconds=30)
-"""How long ranks may take to reach each other, once all have met."""
+"""How long ranks may take to reach each other, once all have met. (gloo itself waits as long where
+the other one has ended just then.)"""
 
 
 class RankInfo(NamedTuple):
@@ -32,9 +35,8 @@ class RankInfo(NamedTuple):
     number: int
     host: str
     process: int
-    token: str
     mesh: tuple[tuple[int, ...], ...]
-    device: torch.device
+    device: str
 
 
 def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
@@ -57,32 +59,44 @@ def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
             f"rank {dist.get_rank()} is not in the mesh, which has the ranks "
             f"{', '.join(map(str, ranks))}; call fxpipe.compile on these alone"
         )
-    groups, rank = [mesh.get_group(dim) for dim in reversed(dims)], ranks.index(dist.get_rank())
+    rank = ranks.index(dist.get_rank())
     device = torch.device("cpu")
     if mesh.device_type != "cpu":  # the current device is set for each thread
         device = torch.device(mesh.device_type, torch.accelerator.current_device_index())
-    host, token = socket.gethostname(), secrets.token_hex(8)
-    shape = tuple(ranks[first : first + devices] for first in range(0, len(ranks), devices))
-    info = RankInfo(ranks[rank], host, os.getpid(), token, shape, device)
-    infos = interruptibly(lambda: _gathered(groups, info), raise_held)
-    for each in infos:
-        if each.mesh != infos[0].mesh:
-            raise InputError(
-                f"rank {each.number} has a mesh of the ranks {each.mesh}, and rank "
-                f"{infos[0].number} one of {infos[0].mesh}; make the same mesh on all"
-            )
-    infos.sort(key=lambda each: ranks.index(each.number))  # from the order of the groups
-    store = within(dist.distributed_c10d._get_default_store(), f"fxpipe/{infos[0].token}")
-    joined = interruptibly(lambda: _joined(store, rank, len(ranks)), raise_held)
-    names = [_name(infos, index, devices) for index in range(len(ranks))]
-    timeout = _timeout(groups[0], mesh.device_type)
-    group = Ranks(rank, names, store, joined, timeout, len(ranks) // devices)
+    host, count = socket.gethostname(), len(ranks)
+    shape = tuple(ranks[first : first + devices] for first in range(0, count, devices))
+    timeout = _timeout(mesh.get_group(dims[-1]), mesh.device_type)
+    met = Meeting(
+        within(dist.distributed_c10d._get_default_store(), f"fxpipe/{sorted(ranks)}"),
+        ranks[rank],
+        ranks,
+        tuple(RankInfo(ranks[rank], host, os.getpid(), shape, str(device))),
+        timeout,
+        f"{{}} has not come to fxpipe.compile in {timeout:.0f} s, the timeout of "
+        "init_process_group; every rank has to call it with the same mesh",
+        check_met,
+    )
+    failed = True
+    try:
+        infos = sorted(RankInfo(*each) for each in met.all())
+        for each in infos:
+            if each.mesh != infos[0].mesh:
+                raise InputError(
+                    f"rank {each.number} has a mesh of the ranks {each.mesh}, and rank "
+                    f"{infos[0].number} one of {infos[0].mesh}; make the same mesh on all"
+                )
+        infos.sort(key=lambda each: ranks.index(each.number))  # from that of the last to come
+        names = [_name(infos, index, devices) for index in range(count)]
+        group = _joined(met, rank, names, timeout, count // devices)
+        failed = False
+    finally:
+        met.leave(failed=failed)
     group.own_backend = own_backend(mesh)
     group.places = [_place(infos[first::devices]) for first in range(devices)]
     group.threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         group.threads = max(1, group.threads // sum(each.host == host for each in infos))
-    return group, [infos[each].device for each in group.pipeline]
+    return group, [torch.device(infos[each].device) for each in group.pipeline]
 
 
 def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
@@ -138,35 +152,37 @@ def check_cuda_ranks() -> None:
         )
 
 
-def _gathered(groups: Sequence[dist.ProcessGroup], info: RankInfo) -> list[RankInfo]:
-    """Return the infos of all ranks. Raises RankError if a rank does not come."""
-    infos = [info]
-    try:
-        with torch.accelerator.device_index(info.device.index):
-            for group in groups:  # along the pipeline, then along the replicas
-                parts: list[list[RankInfo]] = [[]] * group.size()
-                dist.all_gather_object(parts, infos, group=group)
-                infos = [each for part in parts for each in part]
-    except BaseException as error:
-        raise RankError(
-            f"the ranks of the mesh did not meet ({told(error)}); every rank has to call "
-            "fxpipe.compile with the same mesh",
-            rank=-1,
-        ) from error
-    return infos
+def _joined(met: Meeting, rank: int, names: Sequence[str], timeout: float, replicas: int) -> Ranks:
+    """Connect the ranks that have met. Raises RankError if one is lost, or cannot be reached."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined,unused-ignore]
+    options._timeout, options._threads = JOINS, 1
+    with in_the_background():
+        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    others = neighbours(rank, len(names))
+    stores = [met.patient(f"tree {max(rank, other)}") for other in others]
 
+    def connect(store: Any, other: int) -> Any:
+        return dist.ProcessGroupGloo(store, int(other < rank), 2, options)
 
-def _joined(store: Any, rank: int, size: int) -> Any:
-    """Return a gloo process group of all ranks. Raises RankError if one cannot be reached."""
     try:
-        return dist.ProcessGroupGloo(within(store, "all"), rank, size, JOINS)
-    except BaseException as error:
+        works = [partial(connect, *each) for each in zip(stores, others, strict=True)]
+        edges = dict(zip(others, interruptibly(works, met.look), strict=True))
+    except (RuntimeError, OverError) as error:
+        met.explain()
         raise RankError(
             f"the ranks cannot reach each other ({told(error)}); if no rank's error says anything "
             "else, open the network between the hosts, or name the interface that joins them in "
             "GLOO_SOCKET_IFNAME",
             rank=-1,
         ) from error
+    store = within(met.store, f"{met.number}/pipe")
+    group = Ranks(rank, names, store, edges, timeout, replicas)
+    try:
+        group.meets(met.look)
+    except BaseException:
+        group.close()
+        raise
+    return group
 
 
 def _place(infos: Sequence[RankInfo]) -> str:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar, cast
+from itertools import chain
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,16 @@ from torch import Tensor
 
 from fxpipe.errors import RankError, told
 from fxpipe.extensions.ranks.group import RankGroup
-from fxpipe.extensions.ranks.log import poison
+from fxpipe.extensions.ranks.meeting import OverError, Patient, interruptibly, within
 from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.ranks.tree import poison
 from fxpipe.runtime.transport import Direction, MakeTransport, Pending, Transport
 from fxpipe.signals import raise_held
 
 ABORTING = 30.0
 """Seconds that aborting the process groups may take."""
 
-MEETING = 0.005
-"""Seconds between two looks for the other members of a group."""
-
-EXPLAINED = 1.0
+EXPLAINED = 2.0
 """Seconds to wait, after a failed connection, for the other rank's own error, which says more."""
 
 AHEAD = 4 << 20
@@ -52,14 +50,6 @@ of a U-Net whose micro-batches send 2 MiB each takes 7 % less than with 1 MiB po
 BLOCKS = 8
 """Multiprocessors that a communicator may occupy, of an H100's 132. A receive that is posted early
 holds them until its value has come; the communicator's other receives are queued behind it."""
-
-LOOK = 0.05
-"""Seconds between two looks at what happens while a thread waits inside of torch."""
-
-ENDING = 1.0
-"""Seconds in which such a thread ends if it can be stopped."""
-
-T = TypeVar("T")
 
 Members = tuple[int, ...]
 """The ranks of a group: the twins, or the sending rank and the receiving one."""
@@ -108,6 +98,8 @@ class PairGroups:
         self.number = group.epoch
         self._ranks = group
         self._on_cpu = device.type == "cpu"
+        # whether all groups are gloo's, which can wait for a Python store
+        self._patient = self._on_cpu and not group.own_backend and transport is None
         self.ahead = AHEAD if self._on_cpu else 0
         self._groups: dict[Members, Transport] = {}
         self._aborting = threading.Lock()  # taken once, by the first abort
@@ -116,8 +108,8 @@ class PairGroups:
     def connect(self, program: OwnProgram) -> None:
         """Make the groups that a program needs and that do not exist yet.
 
-        All ranks call this for the same program, and make their groups in one common order, so that
-        they cannot wait for each other in a cycle.
+        All ranks call this for the same program. Groups of gloo are made side by side, others in
+        one common order, so that ranks cannot wait for each other in a cycle.
 
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
@@ -126,12 +118,11 @@ class PairGroups:
         if self._ranks.replicas > 1:
             needed.append(tuple(self._ranks.twins))
         new = [members for members in needed if members not in self._groups]
+        parts = [[members] for members in new] if self._patient else [new]
         try:
-            if new:
-                made = interruptibly(
-                    lambda: {m: self._open(m) for m in new}, self._look, self.abort
-                )
-                self._groups |= made
+            works = [partial(lambda part: [*map(self._open, part)], part) for part in parts]
+            made = interruptibly(works, self._look, self.abort)
+            self._groups |= dict(zip(new, chain(*made), strict=True))
         except BaseException:
             self.abort()
             raise
@@ -210,7 +201,12 @@ class PairGroups:
             try:
                 name = f"{self.number}/{'>'.join(map(str, members))}"
                 store = within(self._ranks.store, name)
-                self._meet(store, own, len(members))
+                patient = Patient(store, partial(self._wait, time.monotonic()))
+                if self._patient:
+                    return self._standard(patient, members, own)
+                # others wait in the store itself, where nothing ends it: only once all are here
+                store.set(f"here {own}", "")
+                patient.wait([f"here {each}" for each in range(len(members))])
                 standard = partial(self._standard, store, members, own)
                 if self._transport is None or members == tuple(self._ranks.twins):
                     return standard()
@@ -242,15 +238,9 @@ class PairGroups:
             byte.item()
         return GroupTransport(group)
 
-    def _meet(self, store: Any, member: int, size: int) -> None:
-        """Wait for the other members, and let torch wait only then: a thread that waits in it holds
-        the store, and one that is left in it when Python ends would abort the process."""
-        deadline = time.monotonic() + self._ranks.timeout
-        store.set(f"here {member}", "")
-        while not store.check([f"here {each}" for each in range(size)]):
-            if self._aborting.locked() or time.monotonic() > deadline:
-                raise TimeoutError("they have not come")
-            time.sleep(MEETING)
+    def _wait(self, since: float) -> None:
+        if self._aborting.locked() or time.monotonic() > since + self._ranks.timeout:
+            raise OverError("they have not come")
 
     def _look(self) -> None:
         raise_held()
@@ -287,37 +277,3 @@ def _schedule(policy: int) -> None:
 def _bytes(dense: Tensor) -> Tensor:
     """Return the memory of a dense tensor as bytes, whatever its dtype and order of dimensions."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-
-
-def within(store: Any, name: str) -> Any:
-    """Return the part of a torch.distributed store whose keys begin with a name."""
-    return dist.PrefixStore(name, store)  # type: ignore[attr-defined,unused-ignore]
-
-
-def interruptibly(
-    work: Callable[[], T], look: Callable[[], None], stop: Callable[[], None] | None = None
-) -> T:
-    """Call ``work`` in another thread and return its result: it may block without letting Python
-    handle signals. ``look`` is called repeatedly meanwhile; an error that it raises ends the wait.
-    ``stop`` is called then, if it can end ``work``: a thread that is left inside torch when Python
-    ends would abort the process.
-    """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, name="fxpipe-meeting", daemon=True)
-    thread.start()
-    try:
-        while not wait([future], LOOK).done:
-            look()
-    except BaseException:
-        if stop is not None:
-            stop()
-            thread.join(ENDING)
-        raise
-    return future.result()

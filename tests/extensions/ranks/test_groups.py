@@ -1,20 +1,17 @@
-"""A group of ranks whose log is in one process: who is lost, and whose word counts."""
+"""A group of ranks in one process: who is lost, and whose word counts."""
 
 from __future__ import annotations
 
 import gc
 import os
 import pickle
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -23,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpipe import InputError, RankError
-from fxpipe.extensions.ranks import log
-from fxpipe.extensions.ranks.group import RankGroup, Said, failure_of
-from fxpipe.extensions.ranks.log import CLOSED, Entry, Log
+from fxpipe.extensions.ranks import tree
+from fxpipe.extensions.ranks.group import LARGE, RankGroup, failure_of
+from fxpipe.extensions.ranks.packing import pack
+from fxpipe.extensions.ranks.tree import CLOSED, FAN, Tree, below, neighbours
 from tests.helpers.tiny import soon, within
 
 pytestmark = pytest.mark.timeout(120, method="thread")
@@ -41,8 +39,12 @@ def groups() -> Iterator[Callable[..., list[RankGroup]]]:
         names = tuple(f"rank {rank} (host, process {rank})" for rank in range(size))
 
         def join(rank: int) -> RankGroup:
-            group = dist.ProcessGroupGloo(meeting, rank, size, timedelta(seconds=60))
-            return RankGroup(rank, names, store, group, timeout, 1)
+            edges: dict[int, Any] = {}
+            for other in neighbours(rank, size):
+                own = dist.PrefixStore(str(max(rank, other)), meeting)  # type: ignore[attr-defined]
+                limit = timedelta(seconds=60)
+                edges[other] = dist.ProcessGroupGloo(own, int(other < rank), 2, limit)
+            return RankGroup(rank, names, store, edges, timeout, 1)
 
         with ThreadPoolExecutor(size) as pool:
             own = [*pool.map(join, range(size))]
@@ -76,11 +78,10 @@ def together(groups: list[RankGroup], work: Callable[[RankGroup], Any]) -> list[
 
 def ends(group: RankGroup) -> None:
     """End a rank as the end of its process does: it tells nobody any more."""
-    own = group._log
-    assert own is not None
-    own._writes = None
-    own._part = lambda rank, why: None  # type: ignore[method-assign]
-    log.poison(own._group)
+    own = group._tree
+    own.part = lambda rank, why: None  # type: ignore[method-assign]
+    for edge in own._edges:
+        edge.poison()
 
 
 VALUES = {
@@ -95,9 +96,9 @@ VALUES = {
 USERS = {**VALUES, "sparse": torch.eye(3).to_sparse(), "class": UUID(int=5), "bytes": b"abc"}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, FAN + 3])
 def test_values_of_all_kinds_and_sizes_are_exchanged_whole(groups: Any, size: int) -> None:
-    large = torch.randn(log.LARGE)
+    large = torch.randn(LARGE)
 
     def exchange(group: RankGroup) -> list[Any]:
         with group.calling("step"):
@@ -131,32 +132,29 @@ class Evil:
         return os.mkdir, (str(self.path),), {"padding": bytes(self.size)}
 
 
-@pytest.mark.parametrize("where", ["said", "large", "to one", "in the key", "around"])
+@pytest.mark.parametrize("where", ["said", "told", "large", "to one", "in the key", "around"])
 def test_what_no_rank_sends_is_refused_by_name_and_not_run(
     where: str, groups: Any, tmp_path: Path
 ) -> None:
     ranks, path = groups(2), tmp_path / "made"
-    teller, evil = ranks[1], Evil(path, log.LARGE if where == "large" else 0)
+    teller, evil = ranks[1], Evil(path, LARGE if where == "large" else 0)
 
     def exchange(group: RankGroup) -> Any:
         with group.calling("step", exchanges=True):
             if group is teller:
-                if where == "around":
-                    number = teller.store.add("last", 1)
-                    teller.store.set(str(number), pickle.dumps(evil))
-                elif where == "in the key":
-                    teller.tell(Entry("said", (teller.call, evil)))
-                else:
-                    to = [0] if where == "to one" else None
-                    teller.tell(Entry("value", (teller.call, 0), evil), to)
+                key = (teller.call, evil if where == "in the key" else 0)
+                to = 1 if where == "to one" else tree.ALL
+                message = pickle.dumps(evil) if where == "around" else None
+                if where == "said":
+                    return teller.exchange("number", evil)
+                teller._tree._edges[0].send(message or pack(("value", 1, to, key, evil)))
             for _ in range(500):  # what was told before the refusal still counts
                 group.exchange("number", 1)
                 time.sleep(0.01)
 
     for found in together(ranks, exchange):
         assert isinstance(found, RankError), found
-        who = "the store of torch.distributed holds" if where == "around" else "has sent"
-        assert who in str(found)
+        assert "has sent" in str(found)
         assert "posix.mkdir, which no rank sends" in str(found) or "nt.mkdir" in str(found)
     assert not path.exists()
 
@@ -164,23 +162,19 @@ def test_what_no_rank_sends_is_refused_by_name_and_not_run(
 def test_what_cannot_be_pickled_is_refused(groups: Any) -> None:
     one, *_ = groups(2)
     with pytest.raises(InputError, match="would have to go from one rank to another and cannot"):
-        one.tell(Entry("said", (9, 0, "x"), threading.Lock()))
+        one.tell("value", (9, 0, "x"), threading.Lock())
 
 
-def test_what_all_have_read_is_dropped(groups: Any) -> None:
+def test_what_has_arrived_is_dropped(groups: Any) -> None:
     ranks = groups(2)
 
-    def many(group: RankGroup) -> tuple[int, int]:
+    def many(group: RankGroup) -> int:
         with group.calling("step"):
             for number in range(50):
-                large = torch.zeros(log.LARGE) if number % 10 == 0 else None
-                group.exchange("number", large)
-        own = group._log
-        assert own is not None
-        return len(own._own), len(own._sent)
+                group.exchange("number", torch.zeros(LARGE) if number % 10 == 0 else None)
+        return sum(len(edge._kept) for edge in group._tree._edges)
 
-    for kept, sent in together(ranks, many):
-        assert kept <= 8 and sent <= 1
+    assert all(kept <= 8 for kept in together(ranks, many))
 
 
 def test_a_failure_ends_the_exchange_that_it_comes_before_on_all_ranks_and_the_next_goes_on(
@@ -206,24 +200,25 @@ def test_a_failure_ends_the_exchange_that_it_comes_before_on_all_ranks_and_the_n
 
 def test_ranks_decide_alike_whether_an_exchange_was_complete_before_a_failure(groups: Any) -> None:
     """Whoever is told of a failure that comes after all values still completes the exchange."""
-    ranks = groups(3)
-    entered = threading.Barrier(3)
+    ranks = groups(FAN + 3)
+    entered = threading.Barrier(len(ranks))
 
     def late(group: RankGroup) -> Any:
         with group.calling("step"):
             entered.wait()
             if group.rank == 0:
-                for rank in range(3):
-                    ranks[rank].tell(Entry("said", (2, 1), tuple(Said("end", "step", 0, 0, rank))))
-                group.tell(Entry("failed", (2,), failure_of(ValueError("after"))))
-                group.tell(Entry("said", (2, 2), tuple(Said("more", "step", 0, 0, None))))
-            own = group._log
-            assert own is not None and soon(lambda: 2 in group._failures)
-            del own
+                for each in ranks:
+                    each._tree.say((2, 1), b"end")
+                assert soon(lambda: all((2, 1) in each._answers for each in ranks))
+                group.tell("fails", (2,), failure_of(ValueError("after")))
+                for each in ranks:
+                    each._tree.say((2, 2), b"more")
+            assert soon(lambda: 2 in group._failures)
             with group.changed:
-                return sorted(group._said[2, 1]), (2, 2) in group._said
+                return dict(group._answers[2, 1][0]), (2, 2) in group._answers
 
-    assert together(ranks, late) == [([0, 1, 2], False)] * 3
+    all_ranks = (1 << len(ranks)) - 1
+    assert together(ranks, late) == [({b"end": all_ranks}, False)] * len(ranks)
 
 
 def test_after_a_failure_ranks_tell_how_far_they_are_wherever_they_were(groups: Any) -> None:
@@ -265,7 +260,7 @@ def test_ranks_at_other_places_of_a_call_and_ranks_that_do_not_come_are_named(gr
 
 def test_a_group_that_is_collected_says_goodbye(groups: Any) -> None:
     one, two = groups(2)
-    threads = one._log._threads
+    threads = one._tree._threads
     groups.made.clear()
     del one
     gc.collect()
@@ -289,46 +284,53 @@ def test_a_rank_whose_process_ends_is_named_by_all_others(groups: Any) -> None:
         assert raised.value.rank == 2
 
 
-def test_a_rank_that_ends_before_it_has_written_what_it_counted_is_named(groups: Any) -> None:
-    one, two, three = groups(3)
-    two._log._writes.add("last", 1)
-    ends(two)
-    assert soon(lambda: one.gone is not None and three.gone is not None)
-    assert one.gone.rank == three.gone.rank == 1
-
-
 def test_a_rank_that_falls_silent_is_lost_and_told_by_whom(
     groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log, "SILENCE", 0.5)
-    monkeypatch.setattr(log, "BEAT", 0.1)
-    beat = Log._beat
+    monkeypatch.setattr(tree, "SILENCE", 0.5)
+    monkeypatch.setattr(tree, "BEAT", 0.1)
+    beat = Tree._beat
 
-    def unless_silent(own: Log) -> None:
+    def unless_silent(own: Tree) -> None:
         if own._rank == 1:
             own._closing.wait()
         else:
             beat(own)
 
-    monkeypatch.setattr(Log, "_beat", unless_silent)
+    monkeypatch.setattr(Tree, "_beat", unless_silent)
     ranks = groups(3)
     assert soon(lambda: all(group.gone for group in ranks))
     first, second, third = (group.gone for group in ranks)
     assert first.rank == third.rank == 1 and "no sign of life" in str(first)
-    assert second.rank == 2 and "has lost this one" in str(second)
+    assert second.rank == 0 and "has lost this one" in str(second)
 
 
-def test_a_store_that_is_lost_ends_the_pipe(groups: Any) -> None:
-    class Lost:
-        def get(self, key: str) -> bytes:
-            raise RuntimeError("Connection reset by peer")
+class Lost:
+    """A store that is gone, or that is silent."""
 
+    def __init__(self, silent: bool) -> None:
+        self.silent = silent
+
+    def check(self, keys: Any) -> bool:
+        if self.silent:
+            time.sleep(2)
+            return False
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_store_that_is_lost_ends_the_pipe(
+    groups: Any, silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "SILENCE", 0.5)
+    monkeypatch.setattr(tree, "BEAT", 0.1)
     one, two = groups(2)
-    one._log._reads = Lost()
-    together([one, two], lambda group: group.tell(Entry("meet", ((1, 9),))))
-    assert soon(lambda: one.gone is not None)
-    assert "the store of torch.distributed cannot be reached any more" in str(one.gone)
-    assert soon(lambda: two.gone is not None) and two.gone.rank == 0
+    one._tree._store = Lost(silent)
+    assert soon(lambda: one.gone is not None and two.gone is not None)
+    for group in (one, two):
+        assert group.gone.rank == tree.STORE
+        assert "the store of torch.distributed has given no sign" in str(group.gone) or not silent
+        assert "the store of torch.distributed cannot be reached" in str(group.gone) or silent
 
 
 def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next_call(
@@ -354,35 +356,11 @@ def test_a_rank_whose_results_were_kept_by_the_others_alone_is_named_at_the_next
     assert first == second and first.startswith("rank ")
 
 
-class Beside(NamedTuple):
-    """A store; while a connection to it is made, another thread opens other sockets."""
-
-    store: Any
-    port: int
-    others: list[socket.socket]
-
-    def clone(self) -> Any:
-        self.others.extend(socket.socketpair())  # of Unix
-        listener = socket.create_server(("127.0.0.1", 0))
-        self.others.extend((listener, socket.create_connection(listener.getsockname())))
-        return self.store.clone()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sockets are found as Linux names them")
-def test_of_the_sockets_that_open_at_once_only_those_to_the_store_end_with_its_host() -> None:
-    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    beside = Beside(served, served.port, [])
-    connection = log._connected(beside)
-    limits = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(number))) as each:
-            peer = each.getpeername()
-            limit = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            limits.append((peer[1] == served.port, limit))
-    assert (True, log.SILENCE * 1000) in limits
-    assert not any(limit for to_the_store, limit in limits if not to_the_store)
-    for each in beside.others:
-        assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
-        each.close()
-    connection.set("key", "value")
-    assert served.get("key") == b"value"
+@pytest.mark.parametrize("size", [1, 2, FAN + 1, FAN + 2, 100])
+def test_the_neighbours_of_a_rank_make_a_tree_of_all(size: int) -> None:
+    for rank in range(size):
+        own = neighbours(rank, size)
+        assert len(own) <= FAN + 1 and all(rank in neighbours(other, size) for other in own)
+        children = [below(other, size) for other in own if other > rank]
+        assert below(rank, size) == 1 << rank | sum(children)
+    assert below(0, size) == (1 << size) - 1

@@ -55,9 +55,9 @@ def train(rank: int, ranks: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     import fxpipe
-    from fxpipe.extensions.ranks import log
+    from fxpipe.extensions.ranks import tree
 
-    log.SILENCE = 10.0  # busy processes are not lost
+    tree.SILENCE = 10.0  # busy processes are not lost
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     trained(ranks, mesh)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import RankError
-from fxpipe.extensions.ranks import log
+from fxpipe.extensions.ranks import tree
 from fxpipe.ir import instruction as ins
 from fxpipe.passes.partition import measure
 from fxpipe.runtime.weights.live import LiveWeights
@@ -240,7 +240,7 @@ def test_a_rank_that_is_killed_between_instructions_is_named() -> None:
 def stopped(mesh: DeviceMesh, folder: str, where: str) -> str:
     """The second rank is stopped in mid-step, or between calls, and goes on when the others have
     given it up."""
-    log.SILENCE = 2.0
+    tree.SILENCE = 2.0
     beside = Beside(mesh)
     beside.step()
     pipe, here = beside.pipe, mesh.get_local_rank()

@@ -124,7 +124,14 @@ def test_no_thread_waits_for_a_rank_that_has_failed_before_it_connects() -> None
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     names, pipeline = ("rank 0", "rank 1"), range(2)
     ranks: Any = SimpleNamespace(
-        timeout=600, store=store, names=names, epoch=0, replicas=1, rank=0, pipeline=pipeline
+        timeout=600,
+        store=store,
+        names=names,
+        epoch=0,
+        own_backend="",
+        replicas=1,
+        rank=0,
+        pipeline=pipeline,
     )
     ranks.failure = RankError("rank 1 has failed", rank=1)
     own = OwnProgram.of(chain_program(gpipe(2, 2)), 0)
@@ -148,7 +155,7 @@ def cut_off(mesh: DeviceMesh) -> str:
     pipe, (x, y) = pipe_of(mesh, microbatches=2), batch()
     with pytest.MonkeyPatch.context() as patch:
         if mesh.get_local_rank() == 0:
-            patch.setattr(PairGroups, "_meet", cut)
+            patch.setattr(PairGroups, "make", cut)
         else:
             patch.setattr(PairGroups, "connect", fail)
         with pytest.raises((RankError, MemoryError)) as raised:
