@@ -23,7 +23,7 @@ from fxpipe.extensions.ranks import tree
 from fxpipe.extensions.ranks.packing import pack, unpack
 from fxpipe.signals import raise_held
 
-LOST = 4.0
+LOST = 3.5
 """Seconds without a sign of life after which a rank counts as lost while ranks meet: nothing else
 keeps its process busy."""
 
@@ -113,9 +113,9 @@ class Meeting:
             why = tree.SILENT.format(tree.SILENCE)
             raise RankError(f"the store of torch.distributed {why}", rank=-1)
 
-    def explain(self) -> None:
-        """After an error while ranks connect: raise that one is lost, if we hear of it."""
-        deadline = time.monotonic() + LOST + 3 * PAUSE
+    def explain(self, seconds: float = LOST + 3 * PAUSE) -> None:
+        """After an error while ranks connect: raise that one is lost, if we hear of it in time."""
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self.look()
             time.sleep(LOOK)

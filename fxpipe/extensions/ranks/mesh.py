@@ -179,8 +179,10 @@ def _joined(met: Meeting, rank: int, names: Sequence[str], timeout: float, repli
     group = Ranks(rank, names, store, edges, timeout, replicas)
     try:
         group.meets(met.look)
-    except BaseException:
+    except BaseException as error:
         group.close()
+        if isinstance(error, RankError):
+            met.explain(1.0)  # another one may have left for a rank that was lost
         raise
     return group
 
