@@ -348,5 +348,8 @@ class Compiler:
             "replicas": self.options.replicas,
             "streams": bool(self.options.places),
         }
-        program: Program = run_all(passes.of(self.options, "program"), facts)["program"]
+        # all ranks of a replica make the same program, and compare it
+        trusted = () if self.options.group.device == 0 else (Program,)
+        made = passes.of(self.options, "program")
+        program: Program = run_all(made, facts, trusted)["program"]
         return program

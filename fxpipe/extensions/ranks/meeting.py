@@ -86,7 +86,7 @@ class Meeting:
         self._all: Sequence[bytes] | None = None
         self.error: Exception | None = None
         self._heard = time.monotonic()
-        self._leaving, self._failed = threading.Event(), False
+        self._leaving, self._changed, self._failed = threading.Event(), threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="fxpipe-meeting", daemon=True)
         self._thread.start()
 
@@ -95,7 +95,8 @@ class Meeting:
         that was lost may be replaced meanwhile. Raises like ``look``."""
         while self._all is None:
             self.look(patient=patient)
-            time.sleep(0.002)
+            self._changed.wait(LOOK)
+            self._changed.clear()
         return [unpack(each) for each in self._all]
 
     def look(self, *, patient: bool = False) -> None:
@@ -150,6 +151,7 @@ class Meeting:
             self.store.add(key, _LEFT)
         except Exception as error:
             self.error = error
+            self._changed.set()
 
     def _come(self) -> None:
         """Come to the last meeting, or to the next one if this rank has been there."""
@@ -207,6 +209,7 @@ class Meeting:
                 again = "start all ranks again, from the last checkpoint"
                 place = self._ranks.index(rank)
                 self.broken = RankError(f"rank {rank} {why}; {again}", rank=place)
+        self._changed.set()
 
     def _tell(self, what: str, rank: int) -> None:
         self.store.compare_set(self._key(what), "", str(rank))
@@ -232,7 +235,7 @@ class Patient(Store):  # type: ignore[misc,unused-ignore]
         while not self._store.check(keys):
             self._look()
             time.sleep(pause)
-            pause = min(1.2 * pause, LOOK)
+            pause = min(1.5 * pause, LOOK)
 
     def get(self, key: str) -> Any:
         self.wait([key])

@@ -87,7 +87,7 @@ def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
                 )
         infos.sort(key=lambda each: ranks.index(each.number))  # from that of the last to come
         names = [_name(infos, index, devices) for index in range(count)]
-        group = _joined(met, rank, names, timeout, count // devices)
+        group = joined(met, rank, names, timeout, count // devices)
         failed = False
     finally:
         met.leave(failed=failed)
@@ -150,9 +150,15 @@ def check_cuda_ranks() -> None:
             "with CUDA_LAUNCH_BLOCKING=1 a rank would wait at each receive that it posts ahead; "
             "unset it, or let one process run the devices: fxpipe.compile(model, number)"
         )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise InputError(
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 a receive that is posted ahead holds up what is "
+            "launched after it, also the send for which the other rank waits; set it to 32, before "
+            "the process starts"
+        )
 
 
-def _joined(met: Meeting, rank: int, names: Sequence[str], timeout: float, replicas: int) -> Ranks:
+def joined(met: Meeting, rank: int, names: Sequence[str], timeout: float, replicas: int) -> Ranks:
     """Connect the ranks that have met. Raises RankError if one is lost, or cannot be reached."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined,unused-ignore]
     options._timeout, options._threads = JOINS, 1

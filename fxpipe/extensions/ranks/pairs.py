@@ -248,8 +248,13 @@ class PairGroups:
             raise self._ranks.failure
 
     def _abort(self) -> None:
+        groups = [each.group for each in self._groups.values() if hasattr(each, "group")]
         with ExitStack() as each:
             each.callback(self._aborted.set)
+            # several communicators that end one by one may wait for each other for ever
+            if groups and hasattr(groups[0], "_group_start"):
+                groups[0]._group_start()
+                each.callback(groups[0]._group_end)
             for transport in self._groups.values():
                 each.callback(transport.abort)
 

@@ -15,10 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 import fxpipe
 from examples import larger
 from fxpipe.compiler import options
+from fxpipe.errors import VerificationError
 from fxpipe.extend import Extension
 from fxpipe.ir.plan import Plan
+from fxpipe.ir.program import Program
 from fxpipe.kernels.kernel import ForwardResult
-from fxpipe.passes.runner import Pass
+from fxpipe.passes.runner import VERIFIERS, Pass
 from fxpipe.torchtools import allocator
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -153,3 +155,33 @@ def refused_as_compiled(mesh: DeviceMesh) -> str:
 
 def test_what_a_rank_compiles_for_itself_it_compares_itself() -> None:
     assert on_ranks(2, refused_as_compiled) == ["RankError", "TraceError"]
+
+
+def proofs(mesh: DeviceMesh, faulty: bool) -> tuple[int, str]:
+    """How many programs a rank has verified, and what it raises."""
+    count, told = 0, ""
+
+    def verify(program: Program) -> None:
+        nonlocal count
+        count += 1
+        if faulty:
+            raise VerificationError("the program", [])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VERIFIERS, Program, ("program", verify))
+        try:
+            compiled(mesh, layers(8, 2), width=8).close()
+        except (fxpipe.PassError, fxpipe.RankError) as error:
+            told = f"{type(error).__name__}: {error}"
+    return count, told
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_one_rank_proves_the_program_that_all_run(faulty: bool) -> None:
+    (first, own), (second, told) = on_ranks(2, proofs, faulty)
+    assert first > 0 == second
+    if faulty:
+        assert own.startswith("PassError: ") and "the program has 0 faults" in own
+        assert told.startswith("RankError: rank 0 ") and own in told
+    else:
+        assert own == told == ""

@@ -276,6 +276,10 @@ def test_devices_that_cannot_exchange_tensors_are_refused(monkeypatch: pytest.Mo
         InputError, match="CUDA_LAUNCH_BLOCKING=1 a rank would wait at each receive"
     ):
         check_cuda_ranks()
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(InputError, match=r"MAX_CONNECTIONS=1 a receive .* set it to 32"):
+        check_cuda_ranks()
 
 
 def captured(mesh: DeviceMesh) -> None:

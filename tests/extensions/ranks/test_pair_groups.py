@@ -19,7 +19,12 @@ import torch.distributed as dist
 
 from fxpipe import RankError
 from fxpipe.extensions.ranks.channels import RankBackend, RankChannels
-from fxpipe.extensions.ranks.pairs import BLOCKS, PairGroups, in_the_background
+from fxpipe.extensions.ranks.pairs import (
+    BLOCKS,
+    GroupTransport,
+    PairGroups,
+    in_the_background,
+)
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.schedules import gpipe
 from tests.helpers.failing import Beside, pipe_of
@@ -60,6 +65,33 @@ def test_communicators_share_no_stream_with_computations_and_few_multiprocessors
     assert made.options.is_high_priority_stream
     assert made.options.config.max_ctas == BLOCKS < 132 / 8
     assert made.options._timeout == timedelta(seconds=7)
+
+
+class Ends:
+    """A communicator; says what becomes of it."""
+
+    def __init__(self, number: int, said: list[str]) -> None:
+        self.number, self.said = number, said
+
+    def abort(self) -> None:
+        self.said.append(f"abort {self.number}")
+
+    def _group_start(self) -> None:
+        self.said.append("begin")
+
+    def _group_end(self) -> None:
+        self.said.append("end")
+
+
+def test_communicators_end_all_at_once() -> None:
+    """One after another, each may wait for a communicator that the other rank ends later."""
+    said: list[str] = []
+    ranks: Any = SimpleNamespace(timeout=7, own_backend="", epoch=0)
+    pairs = PairGroups(ranks, torch.device("cuda:0"))
+    pairs._groups = {(0, n): GroupTransport(Ends(n, said)) for n in (1, 2)}
+    pairs.abort()
+    pairs.drained()
+    assert said[0] == "begin" and said[-1] == "end" and {*said[1:-1]} == {"abort 1", "abort 2"}
 
 
 def over_own_backend(mesh: DeviceMesh, extended: bool) -> list[int]:
