@@ -33,7 +33,7 @@ PAUSE = 0.25
 LOOK = 0.05
 """Seconds between two looks at what happens while threads wait inside of torch."""
 
-ENDING = 1.0
+ENDING = 0.4
 """Seconds in which such threads end if they can be stopped."""
 
 T = TypeVar("T")
@@ -241,26 +241,12 @@ class Patient(Store):  # type: ignore[misc,unused-ignore]
         self.wait([key])
         return self._store.get(key)
 
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def add(self, key: str, amount: int) -> Any:
-        return self._store.add(key, amount)
-
-    def compare_set(self, key: str, expected: Any, value: Any) -> Any:
-        return self._store.compare_set(key, expected, value)
-
-    def check(self, keys: Any) -> Any:
-        return self._store.check(keys)
-
-    def delete_key(self, key: str) -> Any:
-        return self._store.delete_key(key)
-
-    def clone(self) -> Any:
-        return self._store.clone()
-
     def has_extended_api(self) -> bool:
         return False
+
+
+for _name in ("set", "add", "compare_set", "check", "delete_key", "clone"):
+    setattr(Patient, _name, lambda own, *given, _name=_name: getattr(own._store, _name)(*given))
 
 
 def within(store: Any, name: str) -> Any:

@@ -97,15 +97,14 @@ def store_lost(
     tree.SILENCE = 2.0
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo", store=store_of(port, "ranks"), rank=rank, world_size=2)
-    mesh, begun = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), [0.0]
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     dist.barrier()
 
     def lost() -> None:
         if rank == 0:
-            os.kill(process, how)
             Path(folder, "lost").touch()
+            os.kill(process, how)
         await_file(Path(folder, "lost"))
-        begun[0] = time.monotonic()
         if interrupts:
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
@@ -119,7 +118,8 @@ def store_lost(
             while True:
                 pipe.step(x, target=y)
     except (RankError, KeyboardInterrupt) as error:
-        told = f"{type(error).__name__} {time.monotonic() - begun[0]} {error}"
+        seconds = time.time() - Path(folder, "lost").stat().st_mtime
+        told = f"{type(error).__name__} {seconds} {error}"
     Path(folder, f"told-{rank}").write_text(told)
 
 
