@@ -31,8 +31,8 @@ from benchmarks.machine import describe
 from benchmarks.meeting import meeting_place
 from benchmarks.overlap import TASK, lengthen
 from benchmarks.report import Figure, Grid, Report
+from fxpipe.extensions.replicas.exchanges import Sum
 from fxpipe.extensions.simulator import Link, Simulation
-from fxpipe.extensions.simulator.sums import GATHERING, Sum
 
 LAYERS, WIDTH = 8, 256
 """Of the model whose gradients are summed: 2 MiB of them."""
@@ -137,7 +137,8 @@ def hold_back(group: Any, pairs: Any, rate: float) -> None:
 
 def waits(found: Simulation) -> list[float]:
     """Seconds of each wait for other replicas."""
-    return [s.time for s in found.instructions() if s.instruction.opcode in GATHERING]
+    waiting = (s for s in found.instructions() if s.instruction.awaits(found.program) is not None)
+    return [s.time for s in waiting]
 
 
 def _sum(case: Case, rank: int, meeting: str, rounds: int, end: Connection) -> None:

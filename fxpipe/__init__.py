@@ -34,7 +34,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import A, B, C, F, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
+from fxpipe.ir.task import A, B, C, D, F, G, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
 
 if TYPE_CHECKING:
     from fxpipe.compiler.leaf_modules.extension import LeafModules
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.ranks.rejoin import rejoin
     from fxpipe.extensions.replicas.extension import Replicas
     from fxpipe.extensions.search.search import search_schedule
+    from fxpipe.extensions.sharding.extension import Sharding
     from fxpipe.extensions.simulator import Link, Sizes, Time
     from fxpipe.extensions.slices.extension import Slices
     from fxpipe.extensions.watch.watch import Watched as watch
@@ -79,6 +80,7 @@ __all__ = [
     "Cluster",
     "Comparison",
     "CudaGraphs",
+    "D",
     "DeferredBatchNorm",
     "Device",
     "DeviceError",
@@ -89,6 +91,7 @@ __all__ = [
     "F",
     "Fault",
     "FxpipeError",
+    "G",
     "I",
     "Inductor",
     "InputError",
@@ -111,6 +114,7 @@ __all__ = [
     "Recipe",
     "Replicas",
     "Schedule",
+    "Sharding",
     "Sizes",
     "Slices",
     "Task",

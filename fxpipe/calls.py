@@ -151,14 +151,14 @@ class Calls:
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raise InputError if a stage of this process reads or writes a tensor without data, and
-        RankError if at the first call it has other values in another replica. The memory of other
-        ranks' parameters is given back before."""
+        RankError if at the first call it has other values in another replica. Then the memory of
+        other ranks' parameters is given back."""
         self.shown = self.shown or compiled
         if compiled is not self._filled:
-            self._group.release(self._options, compiled)
             stages = filter(self._options.owns, range(len(compiled.plan.stages)))
             names = frozenset[str]().union(*map(compiled.names, stages))
             state = compiled.traced.state_of(self._options.model)
+            names -= self._group.away(self._options, compiled)
             for name, tensor in state.items():
                 if name in names and tensor.is_meta:
                     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
@@ -171,6 +171,7 @@ class Calls:
                     )
             if self._filled is None:
                 self._group.same_weights({name: state[name] for name in names})
+            self._group.release(self._options, compiled)
             self._filled = compiled
 
     def taken(

@@ -56,8 +56,8 @@ class Engine:
             clipping = make(options.clip_norm, options.scaler, options.model)
         stages = None
         if options.optimizer is not None:
-            shard = (options.group.replica, options.replicas) if options.shards else None
-            stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, shard)
+            group = options.group if options.shards else None
+            stages = Optimizers(options.model, options.optimizer, options.owns, self.flush, group)
         self.progress = Progress(options.model, stages, options.owns)
         self.kept: Mapping[int, int] = {}
         self.logged: Logged | None = None

@@ -95,8 +95,8 @@ def compile(
             - a number: of CUDA devices or other accelerators with streams, or of CPU devices on
               a machine without.
             - a DeviceMesh. Each process of the mesh runs one device, and all of them call
-              ``compile``. The mesh dimension "pp" has the devices of a pipeline, and "dp" the
-              replicas of the pipeline.
+              ``compile``. The mesh dimension "pp" has the devices of a pipeline, "dp" the replicas
+              of the pipeline, and any other the parts of stages, where the model has DTensors.
         schedule: a name ("1f1b", "gpipe"), a Schedule, its text, or a function that writes a
             schedule. ``fxpipe.schedules.two_bw.delayed(2)`` is the schedule "2bw"
             whose batches read weights that are two versions behind the newest. With "auto" the
@@ -168,10 +168,11 @@ def compile(
     group, places = read_group(devices)
     with ExitStack() as failed, group.calling("compile"):
         torch_devices = tuple(home(place) for place in places)
+        divided = group.divided(model)
         arguments.check_model(model, torch_devices[0])
         with _compiling:
             _check_free(model)
-        given = arguments.with_automatic(arguments.read_extensions(extensions))
+        given = (*divided, *arguments.with_automatic(arguments.read_extensions(extensions)))
         given_optimizer = None if optimizer is None else GivenOptimizer(optimizer, model)
         cuts = read_partition(partition, memory_limits)
         cuts.check(len(places))

@@ -26,14 +26,17 @@ if TYPE_CHECKING:
     from fxpipe.extensions.ranks.streams import StreamRanks
     from fxpipe.extensions.replicas.buckets import into_buckets
     from fxpipe.extensions.replicas.collectives import Collectives
+    from fxpipe.extensions.replicas.exchanges import owners, part_of
     from fxpipe.extensions.replicas.lowering import SumReplicas, add_reduce, gather_weights
-    from fxpipe.extensions.replicas.opcodes import owners, part_of
+    from fxpipe.extensions.sharding.placing import LowerShards
     from fxpipe.extensions.simulator.pipe import peaks, task_seconds
     from fxpipe.extensions.stage_table.table import stage_table
     from fxpipe.extensions.streams.clocks import unordered
     from fxpipe.extensions.streams.events import Streams
     from fxpipe.extensions.streams.launching import backend
     from fxpipe.extensions.streams.place_devices import place_devices
+    from fxpipe.extensions.tensor_parallel.collectives import bound_to
+    from fxpipe.extensions.tensor_parallel.extension import divided_model
 
 _HERE = "fxpipe.extensions"
 
@@ -43,6 +46,7 @@ class Parts:
 
     add_clip = Part(f"{_HERE}.clipping.opcodes:add_clip", lambda: add_clip)
     add_reduce = Part(f"{_HERE}.replicas.lowering:add_reduce", lambda: add_reduce)
+    bind = Part(f"{_HERE}.tensor_parallel.collectives:bound_to", lambda: bound_to)
     call = Part(f"{_HERE}.differentiable.call:differentiable_call", lambda: differentiable_call)
     check_copies = Part(f"{_HERE}.copies.lowering:check_copies", lambda: check_copies)
     clipping = Part(f"{_HERE}.clipping.clipping:Clipping", lambda: Clipping)
@@ -50,6 +54,7 @@ class Parts:
     commit_moments = Part(f"{_HERE}.deferred_batchnorm.moments:commit", lambda: commit)
     copies_faults = Part(f"{_HERE}.copies.rules:copies_faults", lambda: copies_faults)
     delays = Part(f"{_HERE}.overlapping.delays:too_small", lambda: too_small)
+    divide = Part(f"{_HERE}.tensor_parallel.extension:divided_model", lambda: divided_model)
     end_with_flush = Part(f"{_HERE}.overlapping.delays:end_with_flush", lambda: end_with_flush)
     events = Part(f"{_HERE}.streams.events:Streams", lambda: Streams)
     fitting = Part(f"{_HERE}.planner.fitting:fitting_advice", lambda: fitting_advice)
@@ -66,15 +71,16 @@ class Parts:
     metrics = Part(f"{_HERE}.metrics.meter:metrics", lambda: metrics)
     offload = Part(f"{_HERE}.offload.lowering:LowerOffload", lambda: LowerOffload)
     overlap = Part(f"{_HERE}.overlapping.step:step", lambda: step)
-    owners = Part(f"{_HERE}.replicas.opcodes:owners", lambda: owners)
+    owners = Part(f"{_HERE}.replicas.exchanges:owners", lambda: owners)
     part_gradients = Part(f"{_HERE}.replicas.buckets:into_buckets", lambda: into_buckets)
-    part_of = Part(f"{_HERE}.replicas.opcodes:part_of", lambda: part_of)
+    part_of = Part(f"{_HERE}.replicas.exchanges:part_of", lambda: part_of)
     peaks = Part(f"{_HERE}.simulator.pipe:peaks", lambda: peaks)
     place_devices = Part(f"{_HERE}.streams.place_devices:place_devices", lambda: place_devices)
     rank_streams = Part(f"{_HERE}.ranks.streams:StreamRanks", lambda: StreamRanks)
     refuse_copied = Part(f"{_HERE}.copies.lowering:refuse_copied", lambda: refuse_copied)
     run_together = Part(f"{_HERE}.copies.rules:run_together", lambda: run_together)
     seconds = Part(f"{_HERE}.simulator.pipe:task_seconds", lambda: task_seconds)
+    sharding = Part(f"{_HERE}.sharding.placing:LowerShards", lambda: LowerShards)
     streams = Part(f"{_HERE}.streams.launching:backend", lambda: backend)
     sum_copies = Part(f"{_HERE}.copies.lowering:SumCopies", lambda: SumCopies)
     sum_replicas = Part(f"{_HERE}.replicas.lowering:SumReplicas", lambda: SumReplicas)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -331,11 +331,17 @@ class Pipeline(nn.Module):
             state = self._model.state_dict(*args, **kwargs)
         if (own := self._owned()) is None:
             return state
-        part = own.part(self._model, state, kwargs.get("prefix", ""))
-        if not full:
-            return part
-        with self._group.calling("state_dict"):
-            parts = self._group.collect("state", {} if self._group.replica else part)
+        group, prefix = self._group, kwargs.get("prefix", "")
+        part = own.part(self._model, state, prefix)
+        changed = group.joined if full else group.shown
+        with group.calling("state_dict") if full else nullcontext():
+            for name, value in part.items():
+                if isinstance(value, torch.Tensor):
+                    part[name] = changed(name.removeprefix(prefix), value)
+            if not full:
+                return part
+            gives = not group.column and (own.shared or not group.replica)
+            parts = group.collect("state", part if gives else {})
         return own.joined(state, parts)
 
     @locked
@@ -347,6 +353,10 @@ class Pipeline(nn.Module):
         the model was built on the meta device, loaded tensors get their memory here.
         """
         self._engine.flush()
+        if self._group.size > 1:
+            named = state_dict.items()
+            tensor, group = torch.Tensor, self._group
+            state_dict = {n: group.parted(n, x) if isinstance(x, tensor) else x for n, x in named}
         true = self._engine.progress.true_weights()
         if self._group.size == 1 and not self._options.hollow:
             with true:

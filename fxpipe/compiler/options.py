@@ -49,6 +49,7 @@ class Options:
         replicas: how many pipelines train the model side by side.
         sharded: whether each replica is to update some of the parameters, and have no state of the
             others.
+        sharded_weights: whether each replica is also to keep only these parameters between uses.
         bucket_bytes: the bytes of gradients that are summed over replicas in one bucket.
         in_order: whether gradients are added in the order of the replicas on every kind of device.
         decides: the name of what chooses the schedule at the first step, such as "auto", else "";
@@ -78,6 +79,7 @@ class Options:
     hollow: int = 0
     replicas: int = 1
     sharded: bool = False
+    sharded_weights: bool = False
     bucket_bytes: float = 25 * 2**20
     in_order: bool = False
     decides: str = ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe import views
 from fxpipe.errors import InputError
 from fxpipe.formatting import plural, shown
-from fxpipe.ir.task import Task
+from fxpipe.ir.task import WITHOUT_GRADIENTS, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -147,8 +147,8 @@ class Schedule:
 
     @cached_property
     def trains(self) -> bool:
-        """False for a schedule of forwards alone."""
-        return bool(self.kinds - {"F"})
+        """False for a schedule of inference."""
+        return bool(self.kinds - WITHOUT_GRADIENTS)
 
     @cached_property
     def delays(self) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ class TaskKind:
             which makes its inputs.
         gathers: letters of the tasks on all stages, for all micro-batches, that come before it.
         cost: the time that it takes where nothing is measured; a forward takes 1.
+        repeats: whether a stage may have several of it in a step.
         lacking: where every stage must have one, what to do about a stage that has none.
         reads: for a user's own kind, which of READABLE it reads.
         writes: for a user's own kind, which of WRITABLE it changes.
@@ -79,6 +80,7 @@ class TaskKind:
     next: str = ""
     gathers: str = ""
     cost: float = 1.0
+    repeats: bool = False
     lacking: str = "add it"
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
@@ -111,6 +113,8 @@ KINDS: dict[str, TaskKind] = {
             cost=0.1,
             lacking="clip every stage or none",
         ),
+        TaskKind("G", "gather", per_microbatch=False, cost=0.0, repeats=True),
+        TaskKind("D", "drop", per_microbatch=False, cost=0.0, repeats=True),
         TaskKind("U", "update", per_microbatch=False, follows="FBIWRAC", cost=0.5),
     )
 }
@@ -126,8 +130,12 @@ def usual_cost(letter: str | None) -> float:
     return KINDS[letter].cost if letter in KINDS else 1.0
 
 
-BESIDE = "OP"
-"""The letters of tasks that the device only begins, and that then run beside its other tasks."""
+BESIDE: Mapping[str, str] = {"O": "offload", "P": "offload", "G": "sharding", "D": "sharding"}
+"""Letter of a task that the device only begins, and that then runs beside its other tasks, or that
+moves memory alone → the extension that has its instruction."""
+
+WITHOUT_GRADIENTS = frozenset("FGD")
+"""The letters of the tasks of inference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +233,17 @@ def P(microbatch: int, stage: int | None = None, *, batch: int = 0) -> Task:
 def A(stage: int | None = None, *, batch: int = 0) -> Task:
     """Reduce: begin to sum a stage's gradients over the replicas. Tasks that need the sums wait."""
     return Task("A", None, stage, batch)
+
+
+def G(stage: int | None = None, *, batch: int = 0) -> Task:
+    """Gather: begin to make a stage's whole weights of the shards that the replicas keep. The tasks
+    that read them wait."""
+    return Task("G", None, stage, batch)
+
+
+def D(stage: int | None = None, *, batch: int = 0) -> Task:
+    """Drop: keep of a stage's weights this replica's shard alone, until it gathers them again."""
+    return Task("D", None, stage, batch)
 
 
 def C(stage: int | None = None, *, batch: int = 0) -> Task:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from fxpipe.errors import InputError
+
 if TYPE_CHECKING:
     from fxpipe.compiler.compiled import Compiled, Kind
     from fxpipe.compiler.compiler import Compiler
     from fxpipe.compiler.options import Options
     from fxpipe.engine import Engine
+    from fxpipe.extend import Extension
     from fxpipe.ir.plan import Plan
     from fxpipe.ir.program import Program
     from fxpipe.ir.schedule import Schedule
@@ -36,6 +39,8 @@ class Group:
             before those of the next.
         replica: the one that this process belongs to.
         device: the device of the replica that this process runs; the first one if it runs all.
+        column: which part of its stages this process has, where further dimensions of the mesh
+            divide them; those of the first come first.
         pipeline: device → its rank in this replica.
         twins: replica → its rank with the same device as this one.
         places: device → what tables call its ranks; empty for one process.
@@ -45,13 +50,19 @@ class Group:
         called: whether all ranks are in the same call, so that all of them hear of a failure.
     """
 
-    rank = replica = device = threads = call = kept = 0
+    rank = replica = device = column = threads = call = kept = 0
     size = replicas = 1
     pipeline = twins = range(1)
     places: Sequence[str] = ()
 
     @property
     def called(self) -> bool:
+        return True
+
+    @property
+    def checks(self) -> bool:
+        """Whether this process compares plans with the model: the first rank, with those that have
+        the other parts of its stages."""
         return True
 
     # calls
@@ -140,11 +151,45 @@ class Group:
         returns whether a rank has to compile it. ``first`` says that none was compiled before."""
         return known is None
 
+    def divided(self, model: nn.Module) -> Sequence[Extension]:
+        """Let a model's parameters be what this process has of them, where they are divided over
+        ranks; returns the extensions for that. Raises InputError if they cannot be so."""
+        for name, parameter in model.named_parameters():
+            if hasattr(parameter, "placements"):
+                raise InputError(
+                    f"parameter {name!r} is a DTensor, and the pipe has no mesh over which it is "
+                    "divided; give the mesh of which the model has a dimension, such as "
+                    'init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))'
+                )
+        return ()
+
+    def joined(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of a parameter, or of what belongs to it, of which this process has a part. All
+        ranks call it for the same names."""
+        return tensor
+
+    def parted(self, name: str, tensor: Tensor) -> Tensor:
+        """This process's part of what ``joined`` returns."""
+        return tensor
+
+    def shown(self, name: str, tensor: Tensor) -> Tensor:
+        """A parameter's value as users see it."""
+        return tensor
+
     def same_weights(self, state: Mapping[str, Tensor]) -> None:
         """Raise RankError unless all replicas have the same values to train."""
 
     def release(self, options: Options, compiled: Compiled) -> None:
         """Give back the memory of what only other ranks need of the model."""
+
+    def deal(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[int]:
+        """Which replica has each of a stage's parameters where they are dealt out: always the same
+        for a name."""
+        return [0] * len(parameters)
+
+    def away(self, options: Options, compiled: Compiled) -> frozenset[str]:
+        """The names of the parameters of this process's stages that only another replica keeps."""
+        return frozenset()
 
     def owned(self, model: nn.Module, compiled: Compiled | None, options: Options) -> Any:
         """What this process has of the model, by an extension; None for all of it."""

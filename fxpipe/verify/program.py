@@ -14,6 +14,7 @@ from fxpipe.torchtools.state import without_collection
 from fxpipe.verify.alone import opcodes_of
 from fxpipe.verify.channels import Transfers
 from fxpipe.verify.plan import edge_faults
+from fxpipe.verify.resources import misused
 from fxpipe.verify.run import AbstractRun, missing
 from fxpipe.verify.tasks import ascending, complete, counts_faults
 
@@ -53,6 +54,7 @@ def _faults(program: Program, channel: int | None) -> list[Fault]:
             together = Parts.run_together.find(f"program {program.name!r}")
             faults.extend(together(window))
         faults.extend(ascending(window))
+        faults.extend(ran.fault(*place, *wrong) for place, wrong in misused(ran))
     faults.extend(ran.faults())
     if "lower" in program.passes:
         faults.extend(_meetings(program))

@@ -24,7 +24,7 @@ from fxpipe.errors import Fault, near
 from fxpipe.formatting import numbers_text
 from fxpipe.ir.instruction import Wrong
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BESIDE_FORWARD, KINDS, Key, Task, TaskKind
+from fxpipe.ir.task import BESIDE_FORWARD, KINDS, WITHOUT_GRADIENTS, Key, Task, TaskKind
 from fxpipe.ir.value import FURTHEST
 from fxpipe.ir.walk import Place, key_index
 
@@ -97,8 +97,8 @@ class Window:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are other tasks than forwards."""
-        return any(kind != "F" for kind, _, _ in self.spots)
+        """Whether there are other tasks than those of inference."""
+        return any(kind not in WITHOUT_GRADIENTS for kind, _, _ in self.spots)
 
     @cached_property
     def by_stage(self) -> Sequence[Sequence[tuple[tuple[int, int], str, int | None, Spot]]]:
@@ -144,7 +144,7 @@ class Window:
             return f"{what} alone; its weights are on device {home}", "move it there"
         if not copied and home != here.device:
             return f"stage {stage} is on device {home}", "move it there"
-        if first is not here:
+        if first is not here and not self.kinds[task.kind].repeats:
             where = f"device {first.device}, position {first.position}"
             return f"it is there already: {where}", "keep one"
         return None

@@ -216,10 +216,11 @@ class _Instructions:
         }
         self._frozen = schedule.frozen
         self._recomputed = schedule.indices_of("R")
-        self._beside: Beside | None = None
-        if any(kind in schedule.kinds for kind in BESIDE):
-            find_beside = Parts.offload.find(f"the O of schedule {schedule.name!r}")
-            self._beside = find_beside(schedule, lower.plan)
+        self._beside: dict[str, Beside] = {}
+        for kind, name in BESIDE.items():
+            if kind in schedule.kinds and name not in self._beside:
+                made = getattr(Parts, name).find(f"the {kind} of schedule {schedule.name!r}")
+                self._beside[name] = made(schedule, lower.plan)
         self._updates = {
             task.stage: (-task.batch, position)
             for row in schedule.rows
@@ -254,11 +255,10 @@ class _Instructions:
             return ins.Run(kind, stage, i, version, batch)
         if kind == "C":
             return _clipping("clip", stage, batch)
+        if kind in BESIDE:
+            return self._beside[BESIDE[kind]].of(task)
         if i is None:
             return ins.Update(stage, batch, batch + 1, batch)
-        if kind in BESIDE:
-            assert self._beside is not None
-            return self._beside.of(task)
         if kind == "F":
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self._trains and not again, again)
@@ -274,8 +274,8 @@ class _Instructions:
         """Yield what comes right before a task: the wait for what runs beside it, and parts of a
         backward."""
         assert task.stage is not None
-        if self._beside is not None:
-            yield from self._beside.before(task)
+        for beside in self._beside.values():
+            yield from beside.before(task)
         if self._sums is not None:
             version = task.batch - self._delays[task.stage]
             yield from self._sums.parts(task, version)

@@ -36,6 +36,8 @@ class Partition:
             device with one number for each receiving device. What a stage sends and receives then
             counts towards its time, and predictions use these links.
         link_latency: seconds for each value that is sent between devices, in the same form.
+        communicator_bytes: what a rank's device holds for each direction in which it exchanges
+            tensors with others, as NCCL does outside of torch; predictions count it.
     """
 
     at: Sequence[str] | None = None
@@ -43,6 +45,7 @@ class Partition:
     device_speeds: Sequence[float] | None = None
     link_bandwidth: Pairs | None = None
     link_latency: Pairs | None = None
+    communicator_bytes: float = 0
 
     def check(self, devices: int) -> None:
         """Check the constraints.
@@ -54,6 +57,7 @@ class Partition:
             raise InputError(f"at is {self.at!r}; give a list of submodule names")
         self.limits(devices)  # checks its numbers, and so does links
         _each("device_speeds", self.device_speeds, devices, alone=False)
+        _each("communicator_bytes", self.communicator_bytes or None, 1)
         self.links(devices)
 
     def limits(self, devices: int) -> tuple[float, ...]:

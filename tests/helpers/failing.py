@@ -29,10 +29,12 @@ from tests.oracles.delayed_loop import DelayedLoop
 HANDLERS = interpreter.HANDLERS
 
 REPLICAS = {"PartialBackward", "ReduceScatter", "AllGather", "GatherWeights"}
+REPLICAS |= {"GatherShards", "AwaitShards", "DropShards", "ReduceToOwners", "AwaitSums"}
+REPLICAS |= {"ShareNorms", "UpdateShards", "ColumnNorm"}
 COPIES = {"Share", "Give", "Add"}
 KINDS = {made.__name__ for made in ins.every_opcode().values()} - {"Pause"} - REPLICAS - COPIES
 """All kinds of instructions of a step. A pause is in a differentiable call alone, and some are in
-programs over replicas, or in those with copies of stages."""
+programs over replicas or divided stages, or in those with copies of stages."""
 
 
 class Injected(Exception):

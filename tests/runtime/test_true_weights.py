@@ -16,6 +16,7 @@ import fxpipe
 from examples.predicted_weights import predicting
 from fxpipe.errors import InputError
 from fxpipe.pipeline import Pipeline
+from fxpipe.runtime.group import Group
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.runtime.weights.optimizers import Optimizers
 from tests.oracles import loop
@@ -244,4 +245,4 @@ def test_replicas_that_shard_an_optimizer_with_true_weights_refuse_it() -> None:
     given = GivenOptimizer(of("xpipe")(model.parameters()), model)
     pipe = Owner()
     with pytest.raises(InputError, match=r"PredictingAdam has true_weights\(\).*shard_optimizer"):
-        Optimizers(model, given, pipe.owns, pipe.flush, (0, 2))
+        Optimizers(model, given, pipe.owns, pipe.flush, Group())

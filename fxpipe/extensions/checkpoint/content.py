@@ -93,6 +93,35 @@ class Checkpoint:
     modules: Mapping[str, Any] = field(default_factory=dict)
     extra: Any = None
 
+    def changed(self, change: Callable[[str, Tensor], Tensor]) -> Checkpoint:
+        """The same with other tensors for parameters, and for what belongs to one: (its name, the
+        tensor) → a tensor."""
+
+        def of(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: change(name, value) for name, value in values.items()}
+
+        optimizer = self.optimizer
+        if optimizer is not None:
+            states = {
+                name: replace(
+                    each,
+                    state={
+                        key: change(name, value) if isinstance(value, Tensor) else value
+                        for key, value in each.state.items()
+                    },
+                )
+                for name, each in optimizer.parameters.items()
+            }
+            optimizer = replace(optimizer, parameters=states)
+        older = {version: of(tensors) for version, tensors in self.history.older.items()}
+        return replace(
+            self,
+            parameters=of(self.parameters),
+            gradients=of(self.gradients),
+            history=replace(self.history, older=older),
+            optimizer=optimizer,
+        )
+
     def part(self, names: Collection[str]) -> Checkpoint:
         """The same with only these parameters and buffers, and their gradients, versions and
         optimizer states."""

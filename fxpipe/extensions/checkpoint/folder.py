@@ -78,6 +78,7 @@ def write(
     apart: Collection[str] = (),
     *,
     shared: bool = False,
+    dealt: bool = False,
 ) -> None:
     """Write a folder; an older one is replaced only once the new one is complete.
 
@@ -89,6 +90,7 @@ def write(
             replica write everything, the others only the states that it has not.
         apart: the names of parameters that hold something else than the model's state dict has.
         shared: see ``replacing``; that of rank 0 counts.
+        dealt: whether each replica has parameters of its own, which it writes.
 
     Raises:
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
@@ -101,10 +103,12 @@ def write(
         said = group.exchange("states", (os.path.realpath(path), stated))
         _refuse_several([place for place, _ in said])
         own = stated.difference(*(known for _, known in said[: group.rank]))
-        tensors = _Tensors({} if group.replica else state, group.rank, apart)
-        if group.replica and optimizer is not None:
+        spare = group.column > 0 or (group.replica and not dealt)
+        tensors = _Tensors({} if spare else state, group.rank, apart)
+        if (group.replica or group.column) and optimizer is not None:
             optimizer = replace(optimizer, parameters={name: states[name] for name in own})
-            checkpoint, parts = replace(checkpoint, optimizer=optimizer), ("optimizer",)
+            checkpoint = replace(checkpoint, optimizer=optimizer)
+            parts = ("optimizer",) if spare else ("parameters", "optimizer")
         tensors.seal(encode(checkpoint, tensors.add, parts))
         with ExitStack() as stack:
             unfinished = None
@@ -114,7 +118,7 @@ def write(
             writer = Writer(group.exchange("folder", unfinished and str(unfinished))[0])
             written = failure = None
             try:
-                if own or not group.replica:
+                if own or not spare:
                     written = writer.write(tensors.nested, group.rank)
             except (OSError, ValueError, RuntimeError) as error:
                 failure = error  # rank 0 must not remove the folder while others write to it

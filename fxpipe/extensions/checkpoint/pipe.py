@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torch import Tensor
+
 from fxpipe.compiler.lacking import naming_lacks
 from fxpipe.extensions.checkpoint import file
 from fxpipe.extensions.checkpoint.content import Checkpoint
@@ -109,9 +111,12 @@ def save(
             state = pipe._model.state_dict()
         if own is not None:
             saved, state = saved.part(own.kept), own.part(pipe._model, state)
+        saved, join = saved.changed(pipe._group.joined), pipe._group.joined
+        state = {n: join(n, x) if isinstance(x, Tensor) else x for n, x in state.items()}
         named = pipe._model.named_parameters(remove_duplicate=False)
         apart = {name for name, parameter in named if parameter in others}
-        folders.write(saved, state, folder, pipe._group, apart, shared=shared)
+        dealt = own is not None and own.shared
+        folders.write(saved, state, folder, pipe._group, apart, shared=shared, dealt=dealt)
 
 
 @locked
@@ -150,6 +155,7 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
 
 
 def _go_on_from(pipe: Pipeline, saved: Checkpoint) -> Any:
+    saved = saved.changed(pipe._group.parted)
     homes, used = pipe._homes(), pipe._used().values() if pipe._options.hollow else ()
     with naming_lacks(pipe._options, "load"), allocated(used, homes):
         restore_progress(pipe, saved)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fxpipe.ir.effects import DeviceMemory, Spaces
 from fxpipe.ir.opcodes.base import Instruction, OncePerStep, Wrong
 from fxpipe.ir.task import KINDS, TaskKind
 from fxpipe.ir.value import Buffer, own_buffer
@@ -74,6 +75,10 @@ class Give(Instruction):
 
     def makes(self, program: Program) -> tuple[Buffer, ...]:
         return (own_buffer("sums", self.stage, self.copy, self.batch),)
+
+    def spaces(self, memory: DeviceMemory) -> Spaces:
+        """The buffer holds the sums from now on."""
+        return Spaces(over=(memory.sums(self.stage, self.batch),))
 
     def wrong(self, program: Program, device: int) -> Wrong | None:
         if device == self.copy in program.copies_of(self.stage):

@@ -44,6 +44,8 @@ TASKS: dict[str, str] = {
     "P": PAPER,
     "A": SUM,
     "C": SKIP,
+    "G": SUM,
+    "D": PAPER,
     "U": UPDATE,
 }
 """Letter of a task's kind → its colour."""

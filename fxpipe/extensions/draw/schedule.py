@@ -30,9 +30,9 @@ from fxpipe.extensions.draw.styles import (
     simulation_boxes,
 )
 from fxpipe.extensions.draw.timeline import Bar, Timeline, simulated, timeline_of
+from fxpipe.extensions.exchange import Exchange
 from fxpipe.extensions.simulator.costs import Costs
 from fxpipe.extensions.simulator.simulation import Simulation, TransferSpan
-from fxpipe.extensions.simulator.sums import Sum
 from fxpipe.extensions.tables import time_text
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
@@ -346,7 +346,7 @@ def _visible(simulation: Simulation) -> list[TransferSpan]:
     taking = [
         t
         for t in simulation.transfers
-        if t.end > t.start and (t.source != t.target or isinstance(t.buffer, Sum))
+        if t.end > t.start and (t.source != t.target or isinstance(t.buffer, Exchange))
     ]
     return taking if len(taking) <= WITH_ARROWS else []
 
@@ -362,7 +362,7 @@ def _draw_transfers(
         chart = next((chart for chart in charts if end <= chart.end), charts[-1])
         xs = chart.x(max(start, chart.start)), chart.x(end)
         ends = chart.ends(transfer.source, xs[0], transfer.target, xs[1])
-        if isinstance(transfer.buffer, Sum):
+        if isinstance(transfer.buffer, Exchange):
             above = chart.y(transfer.source) - _ABOVE
             ends = (xs[0], above), (xs[1], above)
         tail, head = (chart.canvas.box(at, 0, 0, BoxStyle()) for at in ends)

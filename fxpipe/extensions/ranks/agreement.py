@@ -6,9 +6,10 @@ Each rank compiles for itself, and describes what it has made as text. All ranks
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import compress
 from math import inf
 from time import perf_counter_ns
@@ -21,6 +22,8 @@ from fxpipe.compiler.compiled import Compiled, Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
+from fxpipe.errors import InputError
+from fxpipe.extend import Extension
 from fxpipe.extensions.attributes import restoring
 from fxpipe.extensions.ranks.channels import RankBackend
 from fxpipe.extensions.ranks.group import RankGroup
@@ -34,9 +37,12 @@ from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import COMPILED, GraphKernel, is_compiled
 from fxpipe.parts import Parts
 from fxpipe.runtime.batch import MicroBatches
+from fxpipe.text.plan import print_graph
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
 from fxpipe.torchtools.part import refuse_state
+
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e-?\d+)?(?!\w)")
 
 _ROUNDS = 8
 """How many rounds of messages are exchanged to compare clocks."""
@@ -46,6 +52,40 @@ class Ranks(RankGroup):
     """The ranks of a pipe, which compile alike and run a device each."""
 
     _state: tuple[tuple[Any, ...], Sequence[str]] | None = None
+    _divided: Any = None  # the model's DTensors, by an extension
+    _shards = False  # whether each replica keeps only some parameters by now
+
+    def divided(self, model: nn.Module) -> Sequence[Extension]:
+        if not self.groups:
+            try:
+                return super().divided(model)
+            except InputError as error:
+                raise InputError(
+                    f"{str(error).partition(',')[0]}, and the mesh that the pipe was given has no "
+                    'dimension for it; give the whole mesh, not mesh["pp"]'
+                ) from None
+        what = f"a mesh with the dimension {next(iter(self.groups))!r}"
+        made = Parts.divide.find(what)(model, self.groups, self)
+        self._divided = made.divided
+        return (made,)
+
+    def joined(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if self._divided is None else self._divided.joined(name, tensor)
+
+    def parted(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if self._divided is None else self._divided.parted(name, tensor)
+
+    def shown(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor if self._divided is None else self._divided.shown(name, tensor)
+
+    def sharded(self, name: str) -> Sequence[str]:
+        spec = None if self._divided is None else self._divided.specs.get(name)
+        return () if spec is None else spec.sharded
+
+    def close(self) -> None:
+        super().close()
+        if self._divided is not None:
+            self._divided.restore()
 
     def backend(self, options: Options) -> RankBackend:
         kind: type[RankBackend] = RankBackend
@@ -74,17 +114,25 @@ class Ranks(RankGroup):
         """Also takes over which graphs other ranks run as libraries. Whether
         random numbers are drawn must be alike as each step of all ranks shares their seed."""
         first = plans[0]
+        text = str(first)
+        text = _NUMBER.sub("0", text) if self.columns else text
         trained = [[each.target for each in stage.parameters] for stage in first.stages]
         graphs = [g for plan in plans for stage in plan.stages for g in _graphs(stage)]
         answers = self.agree(
             "the compiled plan",
             f"{schedule}\n{trained}\nthe model draws random numbers: {traced.seeded}",
-            own=str(first),
+            own=text,
             value=[*map(is_compiled, graphs)],
         )
         for rank in self.pipeline:
             for graph in compress(graphs, answers[rank]):
                 graph.meta[COMPILED] = True
+
+    def same_parts(self, traced: Traced) -> None:
+        """Raise RankError unless the ranks with the parts of the same stages have captured the same
+        graph, but for numbers: parts of a table of embeddings begin at others."""
+        text = f"{traced}\n{traced.backward and print_graph(traced.backward.graph)}"
+        self.agree("the captured graph", "", parts=_NUMBER.sub("0", text))
 
     def same_program(self, made: Program | None, known: Program | None, plan: Plan) -> Program:
         # another replica may have to make what this rank knows
@@ -141,9 +189,12 @@ class Ranks(RankGroup):
         return any(compiles for compiles, _ in ranks)  # another replica may have to
 
     def same_weights(self, state: Mapping[str, Tensor]) -> None:
+        lines = {name: f"{name}: {digest(state[name])}" for name in sorted(state)}
         if self.replicas > 1:
-            lines = [f"{name}: {digest(state[name])}" for name in sorted(state)]
-            self.agree("what replicas train", "", twins="\n".join(lines))
+            self.agree("what replicas train", "", twins="\n".join(lines.values()))
+        if self.columns:
+            whole = [line for name, line in lines.items() if not self.sharded(name)]
+            self.agree("what is not divided", "", parts="\n".join(whole))
 
     def release(self, options: Options, compiled: Compiled) -> None:
         """On ranks of CPUs. The parameters stay the same objects, on the meta device. Buffers,
@@ -154,9 +205,12 @@ class Ranks(RankGroup):
         state = compiled.traced.state_of(options.model)
         own: set[Tensor] = set()
         others: set[Tensor] = set()
+        self._shards = options.sharded_weights
+        away = self.away(options, compiled)
         for stage in range(len(compiled.plan.stages)):
-            tensors = own if options.owns(stage) else others
-            tensors.update(state[name] for name in compiled.names(stage))
+            for name in compiled.names(stage):
+                kept = options.owns(stage) and name not in away
+                (own if kept else others).add(state[name])
         for tensor in others - own:
             if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
                 become(tensor, torch.empty_like(tensor, device="meta"))
@@ -165,8 +219,24 @@ class Ranks(RankGroup):
         options.__dict__["hollow"] = options.size
         allocator.give_back()
 
+    def away(self, options: Options, compiled: Compiled) -> frozenset[str]:
+        if not self._shards:
+            return frozenset()
+        found: set[str] = set()
+        state = compiled.traced.state_of(options.model)
+        for stage in filter(lambda each: options.owns(each.index), compiled.plan.stages):
+            names = [argument.target for argument in stage.parameters]
+            by = zip(names, self.deal(names, [state[name] for name in names]), strict=True)
+            found.update(name for name, replica in by if replica != self.replica)
+        return frozenset(found)
+
     def owned(self, model: nn.Module, compiled: Compiled | None, options: Options) -> Owned:
-        return owned(model, compiled, options.owns)
+        found = owned(model, compiled, options.owns)
+        if compiled is None or not self._shards:
+            return found
+        real = dict(model.named_parameters(remove_duplicate=False))
+        away = {found.names[id(real[name])] for name in self.away(options, compiled)}
+        return replace(found, kept=found.kept - away, used=found.used - away, shared=True)
 
     def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:
         ahead, every = self.clocks(), self.exchange("times", times)

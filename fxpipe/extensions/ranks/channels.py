@@ -96,6 +96,10 @@ class RankChannels(Channels):
         self._failed: Callable[[RankError], None] = lambda error: None
         self._run = group.open(self)
 
+    def divided(self, names: Sequence[str]) -> Sequence[Sequence[str]]:
+        """For each parameter of these names the dimensions of the mesh over which it is sharded."""
+        return [self._group.sharded(name) for name in names]
+
     def when_failed(self, failed: Callable[[RankError], None]) -> None:
         self._failed = failed
         if self.failure is not None:
@@ -228,7 +232,7 @@ class RankChannels(Channels):
         losses = [(b, value) for b, value in unsent if b.value == self._jobs[b.batch].host.shared]
         group = self._group
         own = [rank for rank in group.pipeline if rank != group.rank]
-        elsewhere = [rank for rank in range(group.size) if rank not in group.pipeline]
+        elsewhere = [rank for rank in group.own_column if rank not in group.pipeline]
         for values, ranks in ((unsent, own), (losses, elsewhere)):
             if values and ranks:
                 sent = [(buffer, enclosed(value)) for buffer, value in values]
@@ -256,7 +260,7 @@ class RankChannels(Channels):
 
     def deliver(self, kind: str, rank: int, key: Key, value: Any) -> None:
         """Handle what a rank has told of this run; called by a thread of the tree."""
-        replica = rank // len(self._group.pipeline)
+        replica = self._group.replica_of(rank)
         if kind == "answer":
             self._met.put(rank)
         elif rank == self._group.rank:

@@ -10,13 +10,17 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise, zip_longest
-from math import inf
+from math import inf, prod
 from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from fxpipe.errors import InputError, RankError, told
 from fxpipe.extensions.ranks.packing import RefusedError, enclosed, opened, pack, unpack
 from fxpipe.extensions.ranks.tree import OUTCOME, REFUSED, STORE, Key, Tree
+from fxpipe.parts import Parts
 from fxpipe.runtime.group import Group
 from fxpipe.signals import HeldSignals, raise_held
 
@@ -59,6 +63,9 @@ class RankGroup(Group):
         own_backend: the name of the user's own backend for tensors; empty for torch's.
         epoch: how often the process groups of devices were given up after a failure: those of this
             number are used, once a call has begun on all ranks.
+        columns: dimension of the mesh that divides stages → the ranks with the parts of this one's.
+        groups: the same dimensions → the process group of torch.distributed of the mesh.
+        own_column: the ranks that have the same parts as this one.
         summed: the bytes that this rank has sent to sum gradients over the replicas.
         closed: whether ``close`` was called.
         changed: the lock to hold for any change by what other ranks tell; those that wait for it
@@ -72,20 +79,30 @@ class RankGroup(Group):
         rank: int,
         names: Sequence[str],
         store: Any,
-        groups: Mapping[int, Any],
+        edges: Mapping[int, Any],
         timeout: float,
         replicas: int,
+        columns: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        """Begin to hear of the other ranks; ``groups`` are those of the tree, see ``Tree``. The
-        first replica's ranks come first, and within a replica they are in the order of devices."""
+        """Begin to hear of the other ranks; ``edges`` are the groups of the tree, see ``Tree``. The
+        first column's ranks come first, of these the first replica's, and within a replica they are
+        in the order of devices. ``columns`` has for each dimension of the mesh that divides stages
+        this rank and those that have the other parts."""
         self.rank, self.size, self.replicas = rank, len(names), replicas
         self.names, self.store, self.timeout = names, store, timeout
-        self._devices = self.size // self.replicas
-        self.replica, self.device = divmod(self.rank, self._devices)
+        self.groups: Mapping[str, Any] = {}
+        self.columns = {dim: tuple(ranks) for dim, ranks in columns.items()}
+        self._each = self.size // prod(map(len, self.columns.values()))  # ranks of a column
+        self._devices = self._each // self.replicas
+        self.column, within = divmod(self.rank, self._each)
+        self.replica, self.device = divmod(within, self._devices)
         first = self.rank - self.device
         self.pipeline = range(first, first + self._devices)
-        self.twins = range(self.device, self.size, self._devices)
+        beginning = self.column * self._each
+        self.own_column = range(beginning, beginning + self._each)
+        self.twins = self.own_column[self.device :: self._devices]
         self.summed = self.epoch = 0
+        self._dealt: dict[str, int] = {}  # name of a parameter → the replica that has it
         self.closed = False
         self.changed = threading.Condition(threading.RLock())
         self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
@@ -104,7 +121,7 @@ class RankGroup(Group):
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
-        self._tree = Tree(rank, self.size, groups, store, weakref.WeakMethod(self._deliver))
+        self._tree = Tree(rank, self.size, edges, store, weakref.WeakMethod(self._deliver))
         weakref.finalize(self, self._tree.end).atexit = False
 
     # calls
@@ -290,7 +307,14 @@ class RankGroup(Group):
         return Said("how far it has come", "", 0, self.epoch, value)
 
     def agree(
-        self, about: str, text: str, *, own: str = "", twins: str = "", value: Any = None
+        self,
+        about: str,
+        text: str,
+        *,
+        own: str = "",
+        twins: str = "",
+        parts: str = "",
+        value: Any = None,
     ) -> list[Any]:
         """Check that all ranks have the same texts.
 
@@ -298,7 +322,8 @@ class RankGroup(Group):
             about: what the texts describe.
             text: must be the same on all ranks.
             own: must be the same on all ranks of a replica.
-            twins: must be the same on the ranks with the same device in all replicas.
+            twins: must be the same on the ranks with the same device in all replicas of a column.
+            parts: must be the same on the ranks that have the parts of the same stages.
             value: any value to send to the other ranks along with the texts.
 
         Returns:
@@ -307,12 +332,13 @@ class RankGroup(Group):
         Raises:
             RankError: a text differs; the message shows the first line that differs.
         """
-        texts = [text, own, twins]
+        texts = [text, own, twins, parts]
         digests = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
         answers = self.exchange(about, [*digests, value])
         for rank in range(self.size):
-            device = rank % self._devices
-            for kind, first in enumerate((0, rank - device, device)):
+            device, column = rank % self._devices, rank - rank % self._each
+            replica = (rank - column) - device
+            for kind, first in enumerate((0, replica, column + device, rank % self._each)):
                 if answers[rank][kind] != answers[first][kind]:
                     full = self.exchange(f"{about} in full", texts[kind])
                     differs = difference(self.names, first, rank, full)
@@ -322,6 +348,26 @@ class RankGroup(Group):
                         rank=rank,
                     )
         return [answer[-1] for answer in answers]
+
+    @property
+    def checks(self) -> bool:
+        return self.rank % self._each == 0
+
+    def sharded(self, name: str) -> Sequence[str]:
+        """The dimensions of the mesh over which a parameter is sharded."""
+        return ()
+
+    def replica_of(self, rank: int) -> int:
+        """The replica that a rank belongs to."""
+        return rank % self._each // self._devices
+
+    def deal(self, names: Sequence[str], parameters: Sequence[Tensor]) -> list[int]:
+        sizes = {name: p.nbytes for name, p in zip(names, parameters, strict=True)}
+        if new := [name for name in names if name not in self._dealt]:
+            owners = Parts.owners.find("sharding over replicas")
+            of = owners([sizes[name] for name in new], self.replicas)
+            self._dealt |= dict(zip(new, of, strict=True))
+        return [self._dealt[name] for name in names]
 
     def refuse(self, what: str, cure: str) -> None:
         raise InputError(f"{what} is not possible over several ranks; {cure}")

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,10 @@ from fxpipe.runtime.group import Group
 JOINS = timedelta(seconds=30)
 """How long ranks may take to reach each other, once all have met. (gloo itself waits as long where
 the other one has ended just then.)"""
+
+
+QUEUES = 8
+"""Hardware queues that CUDA has by default: a rank with three peers has about eleven streams."""
 
 
 class RankInfo(NamedTuple):
@@ -51,7 +56,9 @@ def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
     pipeline, replicas = read_mesh(mesh)
     if mesh.size() == 1:
         return Group(), []
-    dims = [dim for dim in (replicas, pipeline) if dim is not None and mesh.shape[dim] > 1]
+    own = [dim for dim in (replicas, pipeline) if dim is not None and mesh.shape[dim] > 1]
+    others = [d for d in range(mesh.ndim) if mesh.shape[d] > 1 and d not in (replicas, pipeline)]
+    dims = [*others, *own]
     devices = 1 if pipeline is None else mesh.shape[pipeline]
     ranks = tuple(map(int, mesh.mesh.movedim(dims, [*range(len(dims))]).flatten()))
     if dist.get_rank() not in ranks:
@@ -86,12 +93,20 @@ def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
                     f"{infos[0].number} one of {infos[0].mesh}; make the same mesh on all"
                 )
         infos.sort(key=lambda each: ranks.index(each.number))  # from that of the last to come
-        names = [_name(infos, index, devices) for index in range(count)]
-        group = joined(met, rank, names, timeout, count // devices)
+        copies = 1 if replicas is None else mesh.shape[replicas]
+        names = [_name(infos, index, devices, copies) for index in range(count)]
+        columns = {
+            (mesh.mesh_dim_names or ())[dim]: [
+                ranks.index(int(each)) for each in dist.get_process_group_ranks(mesh.get_group(dim))
+            ]
+            for dim in others
+        }
+        group = joined(met, rank, names, timeout, copies, columns)
         failed = False
     finally:
         met.leave(failed=failed)
     group.own_backend = own_backend(mesh)
+    group.groups = {(mesh.mesh_dim_names or ())[dim]: mesh.get_group(dim) for dim in others}
     group.places = [_place(infos[first::devices]) for first in range(devices)]
     group.threads = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
@@ -102,10 +117,11 @@ def ranks_of(mesh: DeviceMesh) -> tuple[Group, list[torch.device]]:
 def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
     """Return the mesh dimensions of the pipeline and of the replicas; None if there is none.
 
-    The single dimension of a mesh is the pipeline, unless it is named "dp".
+    The single dimension of a mesh is the pipeline, unless it is named "dp". Others, with names,
+    divide the parameters of stages.
 
     Raises:
-        InputError: the mesh has other dimensions, or its devices cannot exchange tensors.
+        InputError: a dimension has no name, or the devices cannot exchange tensors.
     """
     if mesh.device_type not in ("cpu", "cuda") and not own_backend(mesh):
         raise InputError(
@@ -117,13 +133,13 @@ def read_mesh(mesh: DeviceMesh) -> tuple[int | None, int | None]:
     pipeline, replicas = (names.index(name) if name in names else None for name in ("pp", "dp"))
     if mesh.ndim == 1 and replicas is None:
         pipeline = 0
-    for dim, size in enumerate(mesh.shape):
-        if size > 1 and dim not in (pipeline, replicas):
-            raise InputError(
-                f"the mesh has the dimensions {', '.join(names) or mesh.ndim}, and a pipe uses "
-                '"pp", the devices of a pipeline, and "dp", the replicas of it; name them: '
-                'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))'
-            )
+    if mesh.ndim > 1 and not names:
+        raise InputError(
+            f"the mesh has {mesh.ndim} dimensions without names, and a pipe uses "
+            '"pp", the devices of a pipeline, "dp", the replicas of it, and others, such as "tp", '
+            "over which the model has DTensors; name them: "
+            'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "pp"))'
+        )
     if mesh.device_type == "cuda" and mesh.size() > 1 and not own_backend(mesh):
         check_cuda_ranks()
     return pipeline, replicas
@@ -145,20 +161,28 @@ def check_cuda_ranks() -> None:
             "ranks with CUDA devices need NCCL, and this torch has none; install one that has, or "
             "let one process run the devices: fxpipe.compile(model, number)"
         )
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if queues.isdigit() and int(queues) < QUEUES:
+        raise InputError(
+            f"with CUDA_DEVICE_MAX_CONNECTIONS={queues} a receive that a rank posts ahead holds up "
+            "what it launches after it, also the send for which the other rank waits; unset it, or "
+            "set it to 32"
+        )
     if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise InputError(
             "with CUDA_LAUNCH_BLOCKING=1 a rank would wait at each receive that it posts ahead; "
             "unset it, or let one process run the devices: fxpipe.compile(model, number)"
         )
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise InputError(
-            "with CUDA_DEVICE_MAX_CONNECTIONS=1 a receive that is posted ahead holds up what is "
-            "launched after it, also the send for which the other rank waits; set it to 32, before "
-            "the process starts"
-        )
 
 
-def joined(met: Meeting, rank: int, names: Sequence[str], timeout: float, replicas: int) -> Ranks:
+def joined(
+    met: Meeting,
+    rank: int,
+    names: Sequence[str],
+    timeout: float,
+    replicas: int,
+    columns: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> Ranks:
     """Connect the ranks that have met. Raises RankError if one is lost, or cannot be reached."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined,unused-ignore]
     options._timeout, options._threads = JOINS, 1
@@ -182,7 +206,7 @@ def joined(met: Meeting, rank: int, names: Sequence[str], timeout: float, replic
             rank=-1,
         ) from error
     store = within(met.store, f"{met.number}/pipe")
-    group = Ranks(rank, names, store, edges, timeout, replicas)
+    group = Ranks(rank, names, store, edges, timeout, replicas, columns)
     try:
         group.meets(met.look)
     except BaseException as error:
@@ -201,10 +225,13 @@ def _place(infos: Sequence[RankInfo]) -> str:
     return f"rank{'s' * (len(infos) > 1)} {ranks}, {where}"
 
 
-def _name(infos: Sequence[RankInfo], index: int, devices: int) -> str:
+def _name(infos: Sequence[RankInfo], index: int, devices: int, replicas: int) -> str:
     """What messages call a rank."""
-    info, (replica, device) = infos[index], divmod(index, devices)
-    place = f"device {device} of replica {replica}, " if len(infos) > devices else ""
+    info, (before, device) = infos[index], divmod(index, devices)
+    column, replica = divmod(before, replicas)
+    parts = [f"device {device}" + f" of replica {replica}" * (replicas > 1)]
+    parts += [f"part {column}"] if len(infos) > devices * replicas else []
+    place = f"{', '.join(parts)}, " if len(infos) > devices else ""
     return f"rank {info.number} ({place}{info.host}, process {info.process})"
 
 

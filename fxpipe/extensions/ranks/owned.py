@@ -25,6 +25,7 @@ class Owned:
         used: the names whose values this process needs.
         rest: whether this process also keeps what is neither a parameter nor a buffer.
         compiled: whether the stages are known.
+        shared: whether each replica keeps other parameters, so that all hand over theirs.
     """
 
     names: Mapping[int, str]
@@ -32,6 +33,7 @@ class Owned:
     used: frozenset[str]
     rest: bool
     compiled: bool
+    shared: bool = False
 
     def part(
         self, model: nn.Module, state: Mapping[str, Any], prefix: str = ""

@@ -32,6 +32,7 @@ from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.meeting import OverError, Patient, interruptibly, within
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.extensions.ranks.tree import poison
+from fxpipe.parts import Parts
 from fxpipe.runtime.transport import Direction, MakeTransport, Pending, Transport
 from fxpipe.signals import raise_held
 
@@ -117,12 +118,17 @@ class PairGroups:
         needed = [self._pair(*link) for link in program.links]
         if self._ranks.replicas > 1:
             needed.append(tuple(self._ranks.twins))
+        needed += self._ranks.columns.values()
         new = [members for members in needed if members not in self._groups]
         parts = [[members] for members in new] if self._patient else [new]
         try:
             works = [partial(lambda part: [*map(self._open, part)], part) for part in parts]
             made = interruptibly(works, self._look, self.abort)
             self._groups |= dict(zip(new, chain(*made), strict=True))
+            for dim, members in self._ranks.columns.items():
+                group = cast(GroupTransport, self._groups[members]).group
+                bind = Parts.bind.find(f"a mesh with the dimension {dim!r}")
+                bind(dim, group, members.index(self._ranks.rank), len(members))
         except BaseException:
             self.abort()
             raise
@@ -193,6 +199,10 @@ class PairGroups:
     def _pair(self, source: int, target: int) -> Members:
         return self._ranks.pipeline[source], self._ranks.pipeline[target]
 
+    def _collective(self, members: Members) -> bool:
+        """Whether all of these ranks exchange something, else one sends to the other."""
+        return members in (tuple(self._ranks.twins), *self._ranks.columns.values())
+
     def _open(self, members: Members) -> Transport:
         """Make the transport of a pair, or the group of the twins."""
         own = members.index(self._ranks.rank)
@@ -208,7 +218,7 @@ class PairGroups:
                 store.set(f"here {own}", "")
                 patient.wait([f"here {each}" for each in range(len(members))])
                 standard = partial(self._standard, store, members, own)
-                if self._transport is None or members == tuple(self._ranks.twins):
+                if self._transport is None or self._collective(members):
                     return standard()
                 source, target = map(self._ranks.pipeline.index, members)
                 timeout = timedelta(seconds=self._ranks.timeout)
@@ -230,7 +240,7 @@ class PairGroups:
         group = self.make(store, own, len(members))
         if not self._on_cpu:
             byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            if members == tuple(self._ranks.twins):
+            if self._collective(members):
                 work = group.allreduce([byte])
             else:
                 work = group.recv([byte], 0, 0) if own else group.send([byte], 1, 0)

@@ -24,7 +24,7 @@ from fxpipe.errors import InputError
 from fxpipe.extensions.ranks.channels import explained
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.pairs import PairGroups
-from fxpipe.extensions.replicas.opcodes import owners, part_of
+from fxpipe.extensions.replicas.exchanges import part_of
 from fxpipe.ir.traced import DeferredNorm
 from fxpipe.parts import Parts
 from fxpipe.runtime.interpreter import Machine
@@ -55,7 +55,14 @@ class _Begun(NamedTuple):
 
 
 class Collectives:
-    """What the replicas exchange in one run."""
+    """What the replicas exchange in one run.
+
+    Attributes:
+        group: the ranks.
+        pairs: has the process group of the replicas, ``pairs.twins``.
+        stopped: is set when the run is stopped.
+        begun: what has begun and is waited for later, by extensions.
+    """
 
     def __init__(
         self, group: RankGroup, pairs: PairGroups, stopped: Event, *, in_order: bool
@@ -69,8 +76,9 @@ class Collectives:
             in_order: add the contributions in the order of the replicas, as CPU devices always do,
                 not in that of the backend.
         """
-        self._group, self._pairs, self._stopped = group, pairs, stopped
+        self.group, self.pairs, self.stopped = group, pairs, stopped
         self._in_order = in_order or pairs.device.type == "cpu"
+        self.begun: dict[Any, Any] = {}
         self._summing: dict[tuple[int, int, int], _Begun] = {}
 
     def reduce_scatter(
@@ -84,21 +92,21 @@ class Collectives:
         Raises:
             InputError: autograd has found no gradient for a trained parameter.
         """
-        _check(machine, stage, bucket, gradients)
-        replica, replicas = self._group.replica, self._group.replicas
+        refuse_missing(machine, stage, bucket, gradients)
+        replica, replicas = self.group.replica, self.group.replicas
         kinds = [None if x is None else torch.empty_like(x, device="meta") for x in gradients]
         given = rows_of(gradients, replicas)
         gradients.clear()  # only the rows are kept
         for dtype, row in given.items():
             count = sum(_sizes(dtype, kinds))
             own = len(part_of(count, replica, replicas))
-            self._group.summed += row.itemsize * (count - own + own * (replicas - 1))
-        rows, works, twins = Rows(), [], self._pairs.twins
-        with explained(self._stopped):
+            self.group.summed += row.itemsize * (count - own + own * (replicas - 1))
+        rows, works, twins = Rows(), [], self.pairs.twins
+        with explained(self.stopped):
             for dtype, row in given.items():
                 if self._in_order:
                     rows[dtype] = torch.empty_like(row)
-                    work = twins.alltoall_base(_bytes(rows[dtype]), _bytes(row), [], [])
+                    work = twins.alltoall_base(as_bytes(rows[dtype]), as_bytes(row), [], [])
                 else:
                     rows[dtype] = row
                     work = twins.allreduce([_real(row)])
@@ -113,25 +121,23 @@ class Collectives:
             summed = [self._gather(each.kinds, each.rows) for each in summed]
         return merged([tensors_of(self._waited(each), each.kinds) for each in summed])
 
-    def gather_weights(self, parameters: Sequence[Tensor]) -> None:
+    def gather_weights(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         """Send each trained parameter of a stage from the replica that has updated it to all
         others, in place. Raises like ``all_gather``."""
-        here, replicas = self._group.replica, self._group.replicas
+        here, replicas = self.group.replica, self.group.replicas
         works: list[Any] = []
         copied: list[tuple[Tensor, Tensor]] = []
-        with explained(self._stopped):
-            for parameter, of in zip(
-                parameters, owners([p.nbytes for p in parameters], replicas), strict=True
-            ):
+        with explained(self.stopped):
+            for parameter, of in zip(parameters, self.group.deal(names, parameters), strict=True):
                 if not parameter.requires_grad or not parameter.numel():
                     continue
                 value = parameter.detach()
                 row = value.reshape(-1)  # a copy, if it is not contiguous
                 if of == here:
-                    self._group.summed += value.nbytes * (replicas - 1)
+                    self.group.summed += value.nbytes * (replicas - 1)
                 elif row.data_ptr() != value.data_ptr() or not value.is_contiguous():
                     copied.append((value, row))
-                works.append(self._broadcast(row, of))
+                works.append(self.broadcast(row, of))
             for work in works:
                 work.wait()
         for value, row in copied:
@@ -149,11 +155,11 @@ class Collectives:
         if deferred:
             rows = self._waited(self._gather(own, rows))
         else:
-            with explained(self._stopped):
-                for work in [self._broadcast(row, 0) for row in rows.values()]:
+            with explained(self.stopped):
+                for work in [self.broadcast(row, 0) for row in rows.values()]:
                     work.wait()
         found = []
-        for replica in range(self._group.replicas if deferred else 1):
+        for replica in range(self.group.replicas if deferred else 1):
             theirs = tensors_of({dtype: row[replica] for dtype, row in rows.items()}, own)
             found.append({n: x for n, x in zip(names, theirs, strict=True) if x is not None})
         moments = [norm.moments for norm in deferred if norm.moments in found[0]]
@@ -164,27 +170,27 @@ class Collectives:
 
     def _gather(self, kinds: Kinds, rows: Rows) -> _Begun:
         """Launch the exchange of a row of each replica."""
-        every = {t: row.new_empty(self._group.replicas, row.shape[1]) for t, row in rows.items()}
+        every = {t: row.new_empty(self.group.replicas, row.shape[1]) for t, row in rows.items()}
         works: list[Any] = []
-        with explained(self._stopped):
+        with explained(self.stopped):
             for dtype, row in rows.items():
-                if self._pairs.device.type == "cpu":  # gloo's all-gather takes the memory twice
-                    every[dtype][self._group.replica] = row[0]
-                    works += [self._broadcast(each, r) for r, each in enumerate(every[dtype])]
+                if self.pairs.device.type == "cpu":  # gloo's all-gather takes the memory twice
+                    every[dtype][self.group.replica] = row[0]
+                    works += [self.broadcast(each, r) for r, each in enumerate(every[dtype])]
                 else:
-                    into = _bytes(every[dtype])
-                    works.append(self._pairs.twins._allgather_base(into, _bytes(row)))
+                    into = as_bytes(every[dtype])
+                    works.append(self.pairs.twins._allgather_base(into, as_bytes(row)))
         return _Begun(kinds, every, works, rows)
 
-    def _broadcast(self, row: Tensor, replica: int) -> Any:
+    def broadcast(self, row: Tensor, replica: int) -> Any:
         """Launch the sending of a row of one replica to all others."""
         options = dist.BroadcastOptions()  # type: ignore[attr-defined,unused-ignore]
         options.rootRank = replica
-        return self._pairs.twins.broadcast([_bytes(row)], options)
+        return self.pairs.twins.broadcast([as_bytes(row)], options)
 
     def _waited(self, begun: _Begun) -> Rows:
         """Let the current stream wait for collectives, and return what they fill."""
-        with explained(self._stopped):
+        with explained(self.stopped):
             for work in begun.works:
                 work.wait()
         return begun.rows
@@ -194,11 +200,13 @@ class Collectives:
         begun = self._summing.pop((stage, batch, bucket))
         rows = self._waited(begun)
         if self._in_order:
-            rows = {dtype: _added(row)[None] for dtype, row in rows.items()}
+            rows = {dtype: added(row)[None] for dtype, row in rows.items()}
         return _Begun(begun.kinds, rows)
 
 
-def _check(machine: Machine, stage: int, bucket: int, gradients: Sequence[Tensor | None]) -> None:
+def refuse_missing(
+    machine: Machine, stage: int, bucket: int, gradients: Sequence[Tensor | None]
+) -> None:
     """Raise InputError if autograd has found no gradient for a trained parameter of a bucket."""
     of = machine.stages[stage]
     if not of.calls or not gradients:
@@ -250,7 +258,7 @@ def _sizes(dtype: torch.dtype, kinds: Kinds) -> list[int]:
     return [kind.numel() for kind in kinds if kind is not None and kind.dtype == dtype]
 
 
-def _added(rows: Tensor) -> Tensor:
+def added(rows: Tensor) -> Tensor:
     """The sum of rows, in their order."""
     total = torch.add(rows[0], rows[1])
     for row in rows[2:]:
@@ -263,6 +271,6 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _bytes(rows: Tensor) -> Tensor:
-    """Rows as bytes, which every backend moves."""
-    return rows.view(torch.uint8)
+def as_bytes(dense: Tensor) -> Tensor:
+    """The memory of a dense tensor as bytes, which every backend moves."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)

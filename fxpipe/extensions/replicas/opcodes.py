@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fxpipe.extensions.replicas.exchanges import NewWeights, Sum, arriving, share
+from fxpipe.ir.effects import DeviceMemory, Spaces
 from fxpipe.ir.opcodes.backward import (
     Backward,
     WeightGrad,
@@ -56,6 +58,12 @@ class ReduceScatter(_OfGradients):
     task = "A"
     spends = "sent to be summed", "move it before that, or behind the stage's all_gather"
 
+    def begins(self, program: Program) -> Sum:
+        return Sum(self.stage, self.batch)
+
+    def spaces(self, memory: DeviceMemory) -> Spaces:
+        return Spaces(then=(arriving(memory, self.stage, self.batch, -1),))
+
     def run(self, machine: Machine) -> None:
         gradients = machine.store.gradients.pop((self.stage, self.batch), [])
         batch, replicas = machine.step + self.batch, machine.channels.replicas
@@ -73,6 +81,18 @@ class AllGather(_OfGradients):
     stands_for = TaskKind("gather", "all_gather", per_microbatch=False, follows="A")
     sums = True
     restores = "A"
+
+    def awaits(self, program: Program) -> Sum:
+        return Sum(self.stage, self.batch)
+
+    def spaces(self, memory: DeviceMemory) -> Spaces:
+        """This replica's part replaces the sums; those of all arrive, and are joined."""
+        stage, batch = self.stage, self.batch
+        sums, part = memory.sums(stage, batch), share(memory, stage, batch)
+        buckets = range(-1, memory.program.buckets.get(stage, 1) - 1)
+        came = [arriving(memory, stage, batch, bucket) for bucket in buckets]
+        more = 2 * memory.sizes.gradients.get(stage, 0)
+        return Spaces((part,), (sums, *came), more, (sums,), (part,))
 
     def run(self, machine: Machine) -> None:
         buckets = machine.program.buckets.get(self.stage, 1)
@@ -96,9 +116,16 @@ class GatherWeights(Summing):
     def of_every_stage(cls, program: Program, there: Container[str]) -> bool:
         return "weights" in there
 
+    def begins(self, program: Program) -> NewWeights:
+        return NewWeights(self.stage, self.batch)
+
+    def awaits(self, program: Program) -> NewWeights:
+        return NewWeights(self.stage, self.batch)
+
     def run(self, machine: Machine) -> None:
-        version = machine.step + self.batch + 1
-        machine.channels.replicas.gather_weights(machine.weights.parameters(self.stage, version))
+        names = [argument.target for argument in machine.stages[self.stage].parameters]
+        parameters = machine.weights.parameters(self.stage, machine.step + self.batch + 1)
+        machine.channels.replicas.gather_weights(names, parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +142,7 @@ class PartialBackward(Compute):
 
     opcode = "partial_backward"
     partial = True
+    adds = True
     form = f"{{kind:word}} {Compute.form[0]} bucket {{bucket}}", "B s0[0] v0 bucket 0"
     kind: str = "B"
     bucket: int = 0
@@ -122,6 +150,12 @@ class PartialBackward(Compute):
     @property
     def letter(self) -> str:
         return self.kind
+
+    def begins(self, program: Program) -> Sum:
+        return Sum(self.stage, self.batch, self.bucket)
+
+    def spaces(self, memory: DeviceMemory) -> Spaces:
+        return Spaces(then=(arriving(memory, self.stage, self.batch, self.bucket),))
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         return reads(self, program) if self.kind != "W" else left(self, program)
@@ -163,20 +197,3 @@ class PartialBackward(Compute):
         store.gradients[stage, batch] = sums
         batch, replicas = machine.step + batch, machine.channels.replicas
         replicas.reduce_scatter(machine, stage, batch, complete, bucket)
-
-
-def part_of(count: int, replica: int, replicas: int) -> range:
-    """The elements that one replica sums for all, of the ``count`` of all gradients of one data
-    type."""
-    row = -(-count // replicas)
-    return range(min(row * replica, count), min(row * (replica + 1), count))
-
-
-def owners(sizes: Sequence[int], replicas: int) -> list[int]:
-    """Which replica updates each of a stage's parameters, if each updates some for all: the largest
-    first, each by the replica that has the fewest bytes so far."""
-    found, loads = [0] * len(sizes), [0] * replicas
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        found[index] = owner = loads.index(min(loads))
-        loads[owner] += sizes[index]
-    return found

@@ -76,6 +76,7 @@ def plan_sizes(
         deferred={index: each.deferred.bytes for index, each in graphs.items()},
         state=written,
         parameters={s.index: _bytes(tensors[s.index]) for s in plan.stages},
+        each={i: [in_blocks(size_in_bytes(x), block) for x in own] for i, own in tensors.items()},
         buffers=buffers,
         gradients={index: _bytes(some) for index, some in trained.items()},
         elements={

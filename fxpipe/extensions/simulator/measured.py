@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.exchange import Exchange
 from fxpipe.extensions.simulator.simulation import Events, Simulation, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by, beside
+from fxpipe.extensions.simulator.sums import begins, beside
 from fxpipe.extensions.simulator.unroll import blocking, unroll
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -58,12 +60,15 @@ def measured_run(
         tuple([(t - begin) / _SECOND for t in row[::2]] for row in times),
         tuple([(t - begin) / _SECOND for t in row[1::2]] for row in times),
     )
-    left: dict[Sum, int] = {}
+    left: dict[Exchange, int] = {}
     begun_at: dict[Buffer, int] = {}
 
-    def note(what: Buffer | Sum, device: int, target: int, at: int, until: int) -> None:
-        """Note a transfer from the end of one instruction to that of another."""
-        sent, end = events.ends[device][at], events.ends[device][until]
+    def note(what: Buffer | Exchange, device: int, target: int, at: int, until: int) -> None:
+        """Note a transfer from the end of one instruction to that of another. An exchange that
+        one instruction begins and waits for takes all of its time."""
+        alone = at == until and isinstance(what, Exchange)
+        sent = (events.starts if alone else events.ends)[device][at]
+        end = events.ends[device][until]
         events.transfers[what] = TransferSpan(what, device, target, at, sent, sent, end)
 
     for device, list_ in enumerate(flat.lists):
@@ -74,11 +79,11 @@ def measured_run(
                 begun_at[begun_copy] = at
             elif (moved := beside(x)) is not None:
                 note(moved, device, device, begun_at.pop(moved), at)
-            elif (begun := begun_by(x, program)) is not None:
+            if (begun := x.begins(program)) is not None:
                 left[begun] = at
-            elif x.opcode in GATHERING:
-                for sums in [s for s in left if s[:3] == awaited_by(x)[:3]]:  # all buckets
-                    note(sums, device, device, left.pop(sums), at)
+            if (awaited := x.awaits(program)) is not None:
+                for parts in [p for p in left if replace(p, bucket=awaited.bucket) == awaited]:
+                    note(parts, device, device, left.pop(parts), at)
     return Simulation(
         flat,
         program,

@@ -9,8 +9,9 @@ from math import ceil
 from typing import Any
 
 from fxpipe.extensions.simulator.simulation import Simulation
-from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Piece, Sizes, Storage, Workspace
+from fxpipe.extensions.simulator.sizes import Crossing, GraphInput, Sizes, Storage, Workspace
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.effects import Piece, Spaces
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer, Edge, own_buffer
 from fxpipe.torchtools.pytrees import in_blocks
@@ -140,15 +141,6 @@ def _memory(simulation: Simulation, holding: Holding) -> Memory:
     return Memory(peak, time, position, tuple(levels), resting, parts)
 
 
-Key = tuple[int, int, int]
-"""Stage, batch and bucket of gradients."""
-
-
-def _adds(x: ins.Instruction) -> bool:
-    """Whether it adds to sums of gradients."""
-    return x.partial or isinstance(x, ins.Backward | ins.WeightGrad)
-
-
 class Holding:
     """The memory that a device holds, updated instruction by instruction.
 
@@ -167,6 +159,7 @@ class Holding:
         self.parts: Counter[str] = Counter(dict.fromkeys(PARTS, 0))
         self._list = program.lists[device]
         self._count: Counter[Hashable] = Counter()
+        self._there: dict[Hashable, Piece] = {}  # those that are counted
         self._kept: dict[Buffer, tuple[Piece, ...]] = {}
         self._stored: dict[tuple[int, int, int], list[Piece]] = {}
         self._into = [{edge.value: edge for edge in edges} for edges in program.edges_into]
@@ -178,15 +171,28 @@ class Holding:
             if isinstance(x, ins.Compute):
                 self._delays[x.stage] = max(self._delays[x.stage], x.batch - x.version)
         self._made: list[Piece] = []
-        self._away: list[Key] = []
+        self._spaces = Spaces()
         self._handed: dict[int, list[Piece]] = {}  # batch → what the caller keeps of it
         self._inside = False
         self._shared = 0
         self._peaks: dict[Hashable, int] = {}
         for stage, home in enumerate(program.placement):
             if home == device:
-                self._add("parameters", sizes.parameters.get(stage, 0))
                 self._add("optimizer", sizes.optimizer.get(stage, 0))
+        self._take(*self._resting())
+
+    def _resting(self) -> list[Piece]:
+        """What it has of its stages' weights before the first instruction: what the last one of
+        each stage leaves that provides or removes some of it, or all."""
+        homes = enumerate(self.program.placement)
+        found = {self.weights(s).key: self.weights(s) for s, home in homes if home == self.device}
+        for x in self._list:
+            if x.provides or x.removes:
+                spaces = x.spaces(self)
+                for piece in (*spaces.freed, *spaces.over):
+                    found.pop(piece.key, None)
+                found |= {piece.key: piece for piece in (*spaces.first, *spaces.then)}
+        return [*found.values()]
 
     def run(self, position: int) -> int:
         """Begin an instruction, and return the most bytes while it runs."""
@@ -198,24 +204,19 @@ class Holding:
         for buffer in instruction.makes(self.program):
             pieces = self._kept[buffer] = tuple(filter(None, self._pieces(buffer)))
             self._take(*pieces)
-        if _adds(instruction):
-            sums = self._sum(instruction.stage, instruction.batch)
+        if instruction.adds:
+            sums = self.sums(instruction.stage, instruction.batch)
             if sums.key not in self._count:
                 self._take(sums)
-        more = 0
+        self._spaces = spaces = instruction.spaces(self)
+        self._take(*spaces.first)
+        self._free(spaces.freed)
+        more = spaces.during
         match instruction:
             case ins.Update():
                 more = self._update(instruction)
             case ins.Output(buffer) if buffer.value in self.sizes.handed:
                 self._hand_over(buffer)
-            case ins.OncePerStep(stage, batch, opcode="all_gather"):
-                # this replica's part replaces the sums; those of all arrive, and are joined
-                self._take(self._part(stage, batch))
-                self._release(self._sum(stage, batch))
-                for key in [key for key in self._away if key[:2] == (stage, batch)]:
-                    self._away.remove(key)
-                    self._release(self._arriving(key))
-                more = 2 * self.sizes.gradients.get(stage, 0)
         self._shared = 0
         if isinstance(instruction, ins.InputGrad) and workspace is None:
             # what it leaves is a part of what it uses up, and released with it
@@ -227,15 +228,9 @@ class Holding:
             level = before + self._peak(instruction, workspace)
         if instruction.partial:
             self._shrink(instruction)
-        if begins := self._begins(instruction):
-            level = max(level, self.bytes + self._arriving(begins).bytes)
+        if spaces.then:
+            level = max(level, self.bytes + sum(piece.bytes for piece in spaces.then))
         return level
-
-    def _begins(self, instruction: ins.Instruction) -> Key | None:
-        """The gradients that an instruction begins to sum, if any."""
-        if not instruction.partial and instruction.opcode != "reduce_scatter":
-            return None
-        return instruction.stage, instruction.batch, getattr(instruction, "bucket", -1)
 
     def parts_of(self, level: int) -> dict[str, int]:
         """The parts of the bytes that ``run`` has just returned."""
@@ -251,48 +246,29 @@ class Holding:
         instruction = self._list[position]
         for buffer in instruction.ends(self.program):
             self._release(*self._kept.pop(buffer))
-        match instruction:
-            case ins.Update(stage, batch=batch):
-                ended = self._sum(stage, batch), self._part(stage, batch)
-                self._release(*(piece for piece in ended if piece.key in self._count))
-            case ins.OncePerStep(stage, batch, opcode="all_gather"):
-                self._take(self._sum(stage, batch))
-                self._release(self._part(stage, batch))
-        if instruction.opcode == "give":  # the buffer holds it from now on
-            self._release(self._sum(instruction.stage, instruction.batch))
-        if begins := self._begins(instruction):
-            self._away.append(begins)
-            self._take(self._arriving(begins))
+        self._free(self._spaces.over)
+        self._take(*self._spaces.then)
 
     def _hand_over(self, buffer: Buffer) -> None:
         """Hold a value for the caller, and no more what it has had of steps that are over."""
         over = buffer.batch - max(self._delays.values(), default=0)
         for batch in [batch for batch in self._handed if batch < over]:
             self._release(*self._handed.pop(batch))
-        size = self._blocks(self.sizes.values.get(buffer.value, 0))
+        size = self.blocks(self.sizes.values.get(buffer.value, 0))
         for piece in self._kept[buffer]:
             if piece.bytes > size:  # the caller keeps a copy, not the whole memory
                 piece = Piece("values", ("handed", buffer), size)
             self._take(piece)
             self._handed.setdefault(buffer.batch, []).append(piece)
 
-    def _sum(self, stage: int, batch: int) -> Piece:
+    def weights(self, stage: int) -> Piece:
+        """A stage's whole weights."""
+        return Piece("parameters", ("weights", stage), self.sizes.parameters.get(stage, 0))
+
+    def sums(self, stage: int, batch: int) -> Piece:
         """A stage's sums of gradients. If no update uses them, they are for all batches."""
         of = batch if (stage, batch) in self._updated or not self._owns(stage) else None
         return Piece("gradients", ("sum", stage, of), self.sizes.gradients.get(stage, 0))
-
-    def _part(self, stage: int, batch: int) -> Piece:
-        """The part of a stage's sums that this replica sums."""
-        replicas = self.program.replicas
-        size = self._blocks(self.sizes.part(stage, replicas - 1, replicas))
-        return Piece("gradients", ("part", stage, batch), size)
-
-    def _arriving(self, key: Key) -> Piece:
-        """What comes of a bucket from all replicas: their contributions to this one's part."""
-        stage, _, bucket = key
-        of = bucket if stage in self.program.buckets else None
-        size = self._blocks(self.sizes.part(stage, 0, 1, of))
-        return Piece("gradients", ("arriving", *key), size)
 
     def _update(self, update: ins.Update) -> int:
         """Hold a new version; return what the update needs while it runs. The runtime keeps as many
@@ -308,8 +284,8 @@ class Holding:
         key = _graph_of(instruction)
         if key is None:
             return None
-        if _adds(instruction):
-            if self._sum(instruction.stage, instruction.batch).key in self._count:
+        if instruction.adds:
+            if self.sums(instruction.stage, instruction.batch).key in self._count:
                 return self.sizes.adding.get(key, self.sizes.runs.get(key))
         return self.sizes.runs.get(key)
 
@@ -347,14 +323,16 @@ class Holding:
             for at, piece in enumerate(pieces):
                 if piece.part == "saved" and self._count[piece.key] == 1:
                     pieces[at] = piece._replace(bytes=piece.bytes * (left - 1) // left)
+                    self._there[piece.key] = pieces[at]
                     self._add("saved", pieces[at].bytes - piece.bytes)
             self._kept[buffer] = tuple(pieces)
 
     def arriving(self, buffer: Buffer) -> int:
         """The bytes of the memory in which a value arrives."""
-        return self._blocks(self.sizes.crossing(buffer))
+        return self.blocks(self.sizes.crossing(buffer))
 
-    def _blocks(self, size: int) -> int:
+    def blocks(self, size: int) -> int:
+        """The bytes that the device allocates for so many."""
         return in_blocks(size, self.sizes.block)
 
     def _add(self, part: str, size: int) -> None:
@@ -365,6 +343,7 @@ class Holding:
         for piece in pieces:
             self._count[piece.key] += 1
             if self._count[piece.key] == 1:
+                self._there[piece.key] = piece
                 self._add(piece.part, piece.bytes)
                 self._made.append(piece)
 
@@ -373,7 +352,12 @@ class Holding:
             self._count[piece.key] -= 1
             if not self._count[piece.key]:
                 del self._count[piece.key]
-                self._add(piece.part, -piece.bytes)
+                held = self._there.pop(piece.key)
+                self._add(held.part, -held.bytes)
+
+    def _free(self, pieces: Iterable[Piece]) -> None:
+        """Release those of some pieces that are there."""
+        self._release(*(piece for piece in pieces if piece.key in self._count))
 
     def _pieces(self, buffer: Buffer) -> Iterator[Piece | None]:
         kind, value, source, target, i, batch = buffer
@@ -385,7 +369,7 @@ class Holding:
             case "sums" if self._owns(source):
                 yield Piece("gradients", buffer, self.arriving(buffer))
             case "sums":
-                yield self._sum(source, batch)
+                yield self.sums(source, batch)
             case "state":
                 yield Piece("saved", buffer, sizes.state.get(source, 0))
             case "saved":
@@ -417,7 +401,7 @@ class Holding:
         """The memory of a value along an edge: one piece for all edges where it was made, else a
         copy."""
         stage = edge.source
-        size = self._blocks(self.sizes.values.get(edge.value, 0))
+        size = self.blocks(self.sizes.values.get(edge.value, 0))
         if self.program.device_of(stage, i) != self.device:
             return Piece("values", edge.buffer(i, batch), size)
         crossing = edge.value, edge.gradient

@@ -34,6 +34,7 @@ from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
+from fxpipe.ir.value import HOST
 from fxpipe.locks import locked
 from fxpipe.parts import Parts
 from fxpipe.pipeline import Pipeline
@@ -265,10 +266,27 @@ def held_sizes(
         sizes = replace(sizes, handed=frozenset({compiled.traced.loss}))
     if options.costs is not None:
         sizes = replace(sizes, context=options.costs.context)
+    if options.ranks and (each := int(options.partition.communicator_bytes)):
+        more = {s: each * count for s, count in communicators(compiled, options).items()}
+        held = {s: size + more.get(s, 0) for s, size in sizes.optimizer.items()}
+        sizes = replace(sizes, optimizer=held)
     if own is not None or given is not None:
         return sizes
     adam = {s: size + 2 * sizes.gradients[s] for s, size in sizes.optimizer.items()}
     return replace(sizes, optimizer=adam)
+
+
+def communicators(compiled: Compiled, options: Options) -> dict[int, int]:
+    """The first stage of each device → how many communicators its rank has: one for each direction
+    in which it exchanges tensors, and for what it exchanges with other replicas and columns."""
+    plan, placement = compiled.plan, compiled.schedule.placement
+    edges = [e for e in (*plan.edges, *plan.gradients) if HOST not in (e.source, e.target)]
+    ways = {(placement[edge.source], placement[edge.target]) for edge in edges}
+    beside = (options.replicas > 1) + len(getattr(options.group, "columns", ()))
+    return {
+        placement.index(device): beside + sum(device in way and way[0] != way[1] for way in ways)
+        for device in set(placement)
+    }
 
 
 def _largest_share(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, Tensor]:

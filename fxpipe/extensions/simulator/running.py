@@ -8,11 +8,12 @@ from math import inf
 from typing import Any
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.exchange import Exchange
 from fxpipe.extensions.simulator.costs import Each, Links, Times, check_links, link_between
 from fxpipe.extensions.simulator.pairs import Backward, backward
 from fxpipe.extensions.simulator.simulation import Events, TransferSpan
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import GATHERING, Sum, awaited_by, begins, begun_by
+from fxpipe.extensions.simulator.sums import begins
 from fxpipe.extensions.simulator.sums import beside as awaits
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -43,7 +44,7 @@ def begin_run(
     events = Events(tuple([] for _ in lists), tuple([] for _ in lists))
     transfers = events.transfers
     ways, in_time = _Ways(program, links, sizes), shared(links)
-    pending: list[tuple[float, int, int, Sum]] = []  # sums that have not begun
+    pending: list[tuple[float, int, int, Exchange]] = []  # sums that have not begun
     met: list[dict[type[ins.Instruction], int]] = [{ins.Barrier: 0, ins.Pause: 0} for _ in lists]
     meetings: dict[tuple[type[ins.Instruction], int], float] = {}
     lanes: dict[tuple[int, type[ins.Instruction]], float] = {}
@@ -51,7 +52,7 @@ def begin_run(
     now: float = 0
     device = position = 0
 
-    def end_of(awaited: Buffer | Sum) -> float:
+    def end_of(awaited: Buffer | Exchange) -> float:
         if awaited not in transfers:
             raise InputError(
                 f"program {program.name!r}: device {device}, position {position}, "
@@ -60,10 +61,10 @@ def begin_run(
             )
         return transfers[awaited].end
 
-    def move(what: Buffer | Sum, target: int, ready: float, start: float, end: float) -> None:
+    def move(what: Buffer | Exchange, target: int, ready: float, start: float, end: float) -> None:
         transfers[what] = TransferSpan(what, device, target, position, ready, start, end)
 
-    def sum_at(ready: float, sums: Sum) -> None:
+    def sum_at(ready: float, sums: Exchange) -> None:
         """Begin to sum, or note it: another device may send before over the same link."""
         if in_time:
             heappush(pending, (ready, device, position, sums))
@@ -97,9 +98,6 @@ def begin_run(
                         last[device] = stage, x.microbatch
                 parted = x.partial or getattr(x, "rest", False)
                 now += time / program.buckets[stage] if parted else time
-                sums = begun_by(x, program) if x.partial or letter in "AU" else None
-                if sums is not None:
-                    sum_at(now, sums)
             elif isinstance(x, ins.Send):
                 target = program.destination(x)
                 start, end = ways.carry(x.buffer, device, target, now)
@@ -107,8 +105,6 @@ def begin_run(
                 now = ways.sent(device, target, now, start, end)
             elif isinstance(x, ins.Receive):
                 now = max(now, transfers[x.buffer].end)
-            elif x.opcode in GATHERING:
-                now = max(now, end_of(awaited_by(x)))
             elif (copy := begins(x)) is not None:
                 lane = device, type(x)
                 letter, ready = "O", now
@@ -128,6 +124,10 @@ def begin_run(
                 if meeting not in meetings:  # no device is past it yet
                     meetings[meeting] = max(map(events.free, range(len(lists))))
                 now = max(now, meetings[meeting])
+            if (begun := x.begins(program)) is not None:
+                sum_at(now, begun)
+            if (awaited := x.awaits(program)) is not None:
+                now = max(now, end_of(awaited))
             ends.append(now)
             if pending and len(ends) == len(lists[device]):
                 begin(inf if all(map(_over, events.ends, lists)) else now)
@@ -156,7 +156,7 @@ class _Ways:
         check_links(links, program.devices)
 
     def carry(
-        self, buffer: Buffer | Sum, source: int, target: int, now: float
+        self, buffer: Buffer | Exchange, source: int, target: int, now: float
     ) -> tuple[float, float]:
         """When a value that is ready now has the link for itself, and when it has arrived."""
         if self._links is None:
@@ -166,8 +166,7 @@ class _Ways:
         start = max(now, self._taken.get(way, now))
         occupied = 0 if link.bandwidth == inf else self._bytes(buffer) / link.bandwidth
         self._taken[way] = start + occupied
-        back = isinstance(buffer, Sum) and buffer.what == "sum"
-        ways = 2 if back else 1  # there as parts, and back as their sums
+        ways = buffer.ways if isinstance(buffer, Exchange) else 1
         return start, self._taken[way] + ways * link.latency
 
     def sent(self, source: int, target: int, now: float, start: float, end: float) -> float:
@@ -177,15 +176,15 @@ class _Ways:
         share = link_between(self._links, source, target).occupies
         return max(now, start + share * (end - start)) if share else now
 
-    def _bytes(self, buffer: Buffer | Sum) -> int:
-        """The bytes that cross. For sums, what the replica sends that sends the most: for parts of
-        gradients the first, whose own part is the smallest, otherwise the last."""
+    def _bytes(self, buffer: Buffer | Exchange) -> int:
+        """The bytes that cross; between replicas, those of the replica that sends the most."""
         sizes, carried = self._sizes, str(buffer)
         known: Mapping[Any, object]
         key: str | int
-        if isinstance(buffer, Sum):
-            key, what, known = buffer.stage, "gradients", {**sizes.gradients, **sizes.elements}
-            carried = f"the gradients of stage {key}"
+        if isinstance(buffer, Exchange):
+            key, what = buffer.stage, buffer.of[0]
+            known = {stage: 0 for name in buffer.of for stage in getattr(sizes, name)}
+            carried = f"the {what} of stage {key}"
         elif buffer.kind == "norm":
             return 0  # a few numbers
         elif buffer.kind in COPIED:
@@ -198,8 +197,6 @@ class _Ways:
                 f"a link of limited bandwidth carries {carried}, whose size is not known; give "
                 f"sizes=Sizes({what}={{{key!r}: bytes}})"
             )
-        if not isinstance(buffer, Sum):
+        if not isinstance(buffer, Exchange):
             return sizes.crossing(buffer)
-        replicas, bucket = self._program.replicas, buffer.bucket_in(self._program)
-        replica = 0 if buffer.what == "weights" else replicas - 1  # of those with the most bytes
-        return sizes.summing(buffer.stage, replica, replicas, buffer.what, bucket)
+        return buffer.most(sizes, self._program)

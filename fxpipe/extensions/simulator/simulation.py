@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fxpipe import views
 from fxpipe.errors import InputError
+from fxpipe.extensions.exchange import Exchange
 from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
-from fxpipe.extensions.simulator.sums import GATHERING, Sum, beside
+from fxpipe.extensions.simulator.sums import beside
 from fxpipe.extensions.tasks import Tasks, tasks_of
 from fxpipe.formatting import plural
 from fxpipe.ir import instruction as ins
@@ -50,7 +51,7 @@ class TransferSpan(NamedTuple):
     """The transfer of a value from one device to another, or to the same device of other replicas.
 
     Attributes:
-        buffer: the value, or the gradients that are summed over the replicas.
+        buffer: the value, or what the replicas exchange, such as gradients.
         source: the device that sends it.
         target: the device that receives it.
         position: the position, in the device's list, of the instruction that sends it.
@@ -59,7 +60,7 @@ class TransferSpan(NamedTuple):
         end: when it has arrived.
     """
 
-    buffer: Buffer | Sum
+    buffer: Buffer | Exchange
     source: int
     target: int
     position: int
@@ -83,7 +84,7 @@ class Events:
 
     starts: tuple[list[float], ...]
     ends: tuple[list[float], ...]
-    transfers: dict[Buffer | Sum, TransferSpan] = field(default_factory=dict)
+    transfers: dict[Buffer | Exchange, TransferSpan] = field(default_factory=dict)
 
     def free(self, device: int) -> float:
         """The end of a device's last instruction."""
@@ -234,27 +235,24 @@ class Simulation:
     def hidden(self) -> float:
         """The share of the time for sums of gradients and gathered weights in which their device
         does not wait for them. 1 if they take no time."""
-        time = sum(t.end - t.start for t in self.transfers if isinstance(t.buffer, Sum))
-        waited = sum(
-            span.time for span in self.instructions() if span.instruction.opcode in GATHERING
-        )
+        time = sum(t.end - t.start for t in self.transfers if isinstance(t.buffer, Exchange))
+        spans, program = self.instructions(), self.program
+        waited = sum(s.time for s in spans if s.instruction.awaits(program) is not None)
         return 1 - waited / time if time else 1.0
 
     def summed(self, replica: int = 0) -> tuple[int, ...]:
         """Device → the bytes that it sends in one replica to sum gradients over all replicas and,
-        if optimizers are sharded, to gather the new weights.
+        if optimizers or weights are sharded, to gather weights.
 
         Raises:
             InputError: no sizes were given.
         """
         if self.sizes is None:
             raise InputError("bytes of gradients need their sizes; simulate with sizes=")
-        sent, replicas = [0] * self.devices, self.program.replicas
+        sent = [0] * self.devices
         for transfer in self.transfers:
-            if isinstance(transfer.buffer, Sum):
-                stage, _, what, _ = transfer.buffer
-                bucket = transfer.buffer.bucket_in(self.program)
-                sent[transfer.source] += self.sizes.summing(stage, replica, replicas, what, bucket)
+            if isinstance(transfer.buffer, Exchange):
+                sent[transfer.source] += transfer.buffer.sent(self.sizes, replica, self.program)
         return tuple(sent)
 
     @property
@@ -457,7 +455,7 @@ def _idle_time(simulation: Simulation, device: int) -> Idle:
                 copying[transfer.target] += max(min(transfer.end, end) - start, 0)
             case ins.Barrier() | ins.Pause():
                 meeting += end - start
-            case x if x.opcode in GATHERING:
+            case x if x.awaits(simulation.program) is not None:
                 summing += end - start
             case x if beside(x) is not None:
                 copying[device] += end - start

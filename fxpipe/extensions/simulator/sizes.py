@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from fxpipe.ir.value import Buffer
 from fxpipe.parts import Parts
 
-if TYPE_CHECKING:
-    from fxpipe.extensions.simulator.sums import Summed
-
 Crossing = tuple[str, bool]
 """A value that crosses between stages, by name, and whether its gradient is meant."""
-
-
-class Piece(NamedTuple):
-    """A piece of memory: its part, as in ``memory.PARTS``, what is in it, and its size."""
-
-    part: str
-    key: tuple[Any, ...]
-    bytes: int
 
 
 class GraphInput(NamedTuple):
@@ -95,6 +84,7 @@ class Sizes:
             the half releases the others, and holds the greater of the two while it runs.
         state: stage → bytes of the buffers that its forward writes anew for each micro-batch.
         parameters: stage → bytes of one version of its parameters.
+        each: stage → bytes of each of its parameters, in order. If missing, ``elements`` counts.
         buffers: stage → bytes of the buffers that it reads.
         gradients: stage → bytes of its sums of gradients, and of each further version of what is
             trained.
@@ -124,6 +114,7 @@ class Sizes:
     deferred: Mapping[int, int] = field(default_factory=dict)
     state: Mapping[int, int] = field(default_factory=dict)
     parameters: Mapping[int, int] = field(default_factory=dict)
+    each: Mapping[int, Sequence[int]] = field(default_factory=dict)
     buffers: Mapping[int, int] = field(default_factory=dict)
     gradients: Mapping[int, int] = field(default_factory=dict)
     elements: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
@@ -163,31 +154,3 @@ class Sizes:
             counts[size] += count
         part_of = Parts.part_of.find()
         return sum(size * len(part_of(counts[size], replica, replicas)) for size in counts)
-
-    def summing(
-        self,
-        stage: int,
-        replica: int,
-        replicas: int,
-        what: Summed = "sum",
-        bucket: int | None = None,
-    ) -> int:
-        """Bytes that a replica sends to sum a stage's gradients over all replicas: to each other
-        replica its part, and then the sums of its own part to all; or to send the weights that it
-        has updated to all.
-
-        Args:
-            stage: the stage.
-            replica: the replica that sends.
-            replicas: how many there are.
-            what: "sum" or "weights".
-            bucket: the bucket of the gradients; None for all gradients.
-        """
-        if what == "weights":
-            whole = self.elements.get(stage, [(self.gradients.get(stage, 0), 1)])
-            sizes = [count * size for count, size in whole]
-            own = zip(sizes, Parts.owners.find()(sizes, replicas), strict=True)
-            return (replicas - 1) * sum(size for size, of in own if of == replica)
-        part = self.part(stage, replica, replicas, bucket)
-        parts = sum(self.part(stage, other, replicas, bucket) for other in range(replicas)) - part
-        return parts + (replicas - 1) * part

@@ -23,6 +23,7 @@ class _Whole(Compute):
 
     __slots__ = ()
     sums = True
+    adds = True
     rest: bool
 
     def then(self, x: Instruction) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from fxpipe.ir.effects import NO_SPACES, WEIGHTS, DeviceMemory, Spaces
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.task import KINDS, Key, TaskKind
 from fxpipe.ir.value import Buffer, BufferKind, own_buffer
@@ -32,6 +33,10 @@ class Instruction:
         stream: the stream that runs it on devices with streams, unless it brings a value there. On
             another than the one that computes it goes on beside the instructions behind it.
         takes: whether it takes memory of its device.
+        provides: what its stage has from then on, and had not before.
+        removes: what its stage has no more from then on, and had before.
+        adds: whether it adds to the sums of its stage's gradients, which are in memory from then
+            on.
         before_barrier: whether it computes or sums gradients, and so comes before a barrier.
         after_barrier: whether it changes weights, and so comes behind a barrier.
         partial: whether it runs only a part of a task, which the instruction behind it completes.
@@ -52,6 +57,9 @@ class Instruction:
     counted: ClassVar[tuple[str, ...]] = ()
     stream: ClassVar[str] = COMPUTE
     takes: ClassVar[bool] = True
+    provides: ClassVar[tuple[str, ...]] = ()
+    removes: ClassVar[tuple[str, ...]] = ()
+    adds: ClassVar[bool] = False
     before_barrier: ClassVar[bool] = False
     after_barrier: ClassVar[bool] = False
     partial: ClassVar[bool] = False
@@ -93,6 +101,25 @@ class Instruction:
         micro-batch, or of all if it has none. "gradients" stands for all that ``sums``, an opcode
         for an instruction that is no task. Tasks that make its buffers can be left out."""
         return ()
+
+    @property
+    def requires(self) -> Sequence[str]:
+        """What its stage must have when it runs, besides buffers, such as its whole weights."""
+        return ()
+
+    def spaces(self, memory: DeviceMemory) -> Spaces:
+        """The memory that it takes and frees besides that of its buffers and its graph."""
+        return NO_SPACES
+
+    def begins(self, program: Program) -> Any:
+        """What it begins to exchange with the other replicas, which goes on beside what follows:
+        an ``Exchange`` of ``fxpipe/extensions/exchange.py``, or None."""
+        return None
+
+    def awaits(self, program: Program) -> Any:
+        """What is exchanged with the other replicas that it waits for; of several parts the last,
+        as they go one after another over the same link."""
+        return None
 
     @property
     def reads_gradients(self) -> bool:
@@ -174,6 +201,10 @@ class Compute(Instruction):
     microbatch: int
     version: int = 0
     batch: int = 0
+
+    @property
+    def requires(self) -> Sequence[str]:
+        return (WEIGHTS,)
 
     def own(self, kind: BufferKind) -> Buffer:
         """A buffer that the stage keeps for itself."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fxpipe.errors import InputError
+from fxpipe.ir.effects import WEIGHTS
 from fxpipe.ir.opcodes.base import Compute, Instruction, Wrong
 from fxpipe.ir.task import KINDS, TaskContext
 
@@ -46,6 +47,10 @@ class Run(Instruction):
     @property
     def needs(self) -> Sequence[str]:
         return KINDS[self.kind].follows
+
+    @property
+    def requires(self) -> Sequence[str]:
+        return (WEIGHTS,) if "parameters" in KINDS[self.kind].reads else ()
 
     @property
     def reads_gradients(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fxpipe.ir.effects import DeviceMemory, Spaces
 from fxpipe.ir.opcodes.base import Instruction
 from fxpipe.ir.task import KINDS
 
@@ -43,6 +44,10 @@ class Update(Instruction):
     @classmethod
     def of_every_stage(cls, program: Program, there: Container[str]) -> bool:
         return "U" in there
+
+    def spaces(self, memory: DeviceMemory) -> Spaces:
+        """It uses up the gradients."""
+        return Spaces(over=(memory.sums(self.stage, self.batch),))
 
     def run(self, machine: Machine) -> None:
         stage, step = self.stage, machine.step

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
-from fxpipe.parts import Parts
+from fxpipe.runtime.group import Group
 from fxpipe.runtime.weights.coupled import warn_if_coupled
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, bring, refuse_step_hooks
@@ -38,7 +38,7 @@ class Optimizers:
         given: GivenOptimizer,
         owns: Callable[[int], bool],
         flush: Callable[[], None],
-        shard: tuple[int, int] | None,
+        shard: Group | None,
     ) -> None:
         """The stages are not known yet.
 
@@ -47,8 +47,8 @@ class Optimizers:
             given: makes the optimizers.
             owns: whether this process trains a stage.
             flush: a method that finishes the batches in flight.
-            shard: this replica's number and the number of replicas, if each of them updates some
-                of the parameters, and has no state of the others.
+            shard: the ranks, if each replica updates some of the parameters, and has no state of
+                the others.
         """
         self.made: tuple[Optimizer | None, ...] | None = None
         self._model = model
@@ -104,8 +104,7 @@ class Optimizers:
         all."""
         if not stage or self._shard is None:
             return dict(stage) or None
-        replica, replicas = self._shard
-        by = Parts.owners.find()([p.nbytes for p in stage.values()], replicas)
+        by, replica = self._shard.deal([*stage], [*stage.values()]), self._shard.replica
         return {name: p for (name, p), of in zip(stage.items(), by, strict=True) if of == replica}
 
     def one(self) -> Optimizer:

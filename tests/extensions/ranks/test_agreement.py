@@ -129,7 +129,7 @@ def test_a_mesh_has_all_its_ranks_in_the_pipe() -> None:
         assert (told["one replica"], told["alone"]) == ((2, 1), (1, 1))
         assert {told[name] for name in ("replicas", "replicas alone", "another order")} == {(1, 2)}
         assert str(told["text"]).endswith("over 1 devices in 2 replicas")
-        assert "has the dimensions pp, tp, and a pipe uses" in str(told["another name"])
+        assert told["another name"] == (1, 1)  # each rank has all of what is not divided
         assert 'mesh_dim_names=("dp", "pp")' in str(told["no names"])
         expected = "rank 1 has a mesh of the ranks ((1, 0),), and rank 0 one of ((0, 1),); make"
         assert str(told["unlike"]).startswith(expected)

@@ -271,6 +271,11 @@ def test_devices_that_cannot_exchange_tensors_are_refused(monkeypatch: pytest.Mo
         check_cuda_ranks()
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     check_cuda_ranks()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(InputError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .* set it to 32"):
+        check_cuda_ranks()
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    check_cuda_ranks()
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(
         InputError, match="CUDA_LAUNCH_BLOCKING=1 a rank would wait at each receive"

@@ -165,6 +165,7 @@ def test_no_thread_waits_for_a_rank_that_has_failed_before_it_connects() -> None
         rank=0,
         pipeline=pipeline,
     )
+    ranks.columns, ranks.twins = {}, range(1)
     ranks.failure = RankError("rank 1 has failed", rank=1)
     own = OwnProgram.of(chain_program(gpipe(2, 2)), 0)
     before = {*threading.enumerate()}
@@ -268,3 +269,30 @@ def test_threads_that_transfer_interrupt_none_that_computes() -> None:
     thread.join()
     assert seen == [os.SCHED_BATCH]
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+class Ending(Nccl):
+    """Notes the calls that end it."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+    def abort(self) -> None:
+        self.calls.append(self.name)
+
+
+def test_communicators_are_aborted_as_one_group() -> None:
+    """One by one, each would wait for the other ranks, which wait for another of theirs."""
+    calls: list[str] = []
+    ranks: Any = SimpleNamespace(timeout=7, own_backend="", epoch=0)
+    pairs = PairGroups(ranks, torch.device("cuda:0"))
+    pairs._groups = {(0, n): GroupTransport(Ending(str(n), calls)) for n in (1, 2, 3)}
+    pairs._abort()
+    assert (calls[0], calls[-1], sorted(calls[1:-1])) == ("start", "end", ["1", "2", "3"])
+    assert pairs._aborted.is_set()

@@ -18,7 +18,7 @@ import fxpipe
 from benchmarks.counted import counted
 from fxpipe.errors import InputError
 from fxpipe.extensions.replicas.collectives import Collectives
-from fxpipe.extensions.replicas.opcodes import owners
+from fxpipe.extensions.replicas.exchanges import owners
 from fxpipe.ir.program import Program
 from tests.extensions.ranks.test_replicas import (
     CASES,

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe.errors import InputError, RankError
 from fxpipe.extensions.ranks.channels import RankChannels
-from fxpipe.extensions.simulator.pipe import held as held_of
 from fxpipe.ir.value import Buffer
 from tests.extensions.copies.test_copies_on_ranks import both, compiled, equal
 from tests.extensions.ranks.test_equal import Devices, images, pipe_of, skips, state
@@ -144,9 +143,9 @@ def test_ranks_of_which_one_profiles_are_told_the_difference_and_go_on() -> None
 def note_bytes(pipe: fxpipe.Pipeline, found: Results) -> None:
     """Note the bytes of sums that a rank has sent, and those that are predicted."""
     group: Any = pipe._group
-    held = held_of(pipe, pipe._calls.compiled())
     found["sent"] = torch.tensor(group.summed)
-    found["predicted"] = torch.tensor(held.summing(group.device, group.replica, 2) * len(SIZES))
+    sent = pipe.simulate().summed(group.replica)[group.device]
+    found["predicted"] = torch.tensor(sent * len(SIZES))
 
 
 def uneven_bytes(mesh: DeviceMesh) -> dict[str, Results]:
@@ -158,3 +157,26 @@ def test_replicas_with_other_batches_send_as_many_bytes_as_predicted() -> None:
     for rank in on_ranks(4, uneven_bytes, replicas=2):
         for found in rank.values():
             assert found["sent"] == found["predicted"] > 0
+
+
+def with_communicators(mesh: DeviceMesh) -> list[list[int]]:
+    """The predicted peaks of two devices, of two replicas, without and with a constant."""
+    found = []
+    for each in (0, 1 << 20):
+        model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(4, 4)
+        partition = fxpipe.Partition(["1"], communicator_bytes=each)
+        with fxpipe.compile(
+            model, mesh, loss=nn.functional.mse_loss, microbatches=2, partition=partition
+        ) as pipe:
+            pipe.prepare(x, target=x)
+            found.append([memory.peak for memory in pipe.simulate().memory])
+    return found
+
+
+def test_the_memory_of_communicators_is_counted_as_often_as_a_device_has_some() -> None:
+    """To the other device, from it, and with the other replica."""
+    for without, with_some in on_ranks(4, with_communicators, replicas=2):
+        assert with_some == [peak + 3 * (1 << 20) for peak in without]
+    with pytest.raises(InputError, match="communicator_bytes of device 0 is -1; give a positive"):
+        partition = fxpipe.Partition(communicator_bytes=-1)
+        fxpipe.compile(nn.Linear(2, 2), 2, partition=partition)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.replicas import opcodes
+from fxpipe.extensions.replicas.exchanges import Sum
 from fxpipe.extensions.replicas.lowering import add_reduce, gather_weights
 from fxpipe.extensions.simulator import Link, Simulation, Sizes, simulate
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.report import chrome_trace
-from fxpipe.extensions.simulator.sums import GATHERING, Sum
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES, find_recipe
 from fxpipe.ir.schedule import Schedule
@@ -148,7 +148,8 @@ def test_each_element_goes_to_its_replica_and_its_sum_to_all(
             owner = element // math.ceil(count / replicas)
             for replica in range(replicas):
                 sent[replica] += size * (replicas - 1 if replica == owner else 1)
-    assert [whole.summing(0, replica, replicas) for replica in range(replicas)] == sent
+    program = TWO.simulate(replicas=replicas).program
+    assert [Sum(0, 0).sent(whole, replica, program) for replica in range(replicas)] == sent
     total = sum(count * size for count, size in gradients)
     assert sum(sent) == 2 * (replicas - 1) * total
     last = TWO.simulate(replicas=replicas, sizes=Sizes(elements={0: gradients, 1: gradients}))
@@ -235,7 +236,7 @@ def gathers(simulation: Simulation) -> list[tuple[str, int, float, float]]:
     return [
         (type(span.instruction).__name__, span.instruction.stage, span.start, span.end)
         for span in simulation.instructions()
-        if span.instruction.opcode in GATHERING
+        if span.instruction.awaits(simulation.program) is not None
     ]
 
 

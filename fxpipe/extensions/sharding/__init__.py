@@ -1,0 +1,1 @@
+"""Gradients and weights of which each replica keeps a part, for ``fxpipe.Sharding``."""

@@ -1,0 +1,1 @@
+"""Stages whose parameters are DTensors, divided over further dimensions of a mesh."""

@@ -1,0 +1,120 @@
+"""The extension that ``compile`` takes for a mesh with further dimensions than "pp" and "dp"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from fxpipe.compiler.options import Options
+from fxpipe.errors import InputError
+from fxpipe.extend import Extension, Kernels
+from fxpipe.extensions.clipping.opcodes import Norm
+from fxpipe.extensions.tensor_parallel.collectives import (
+    bind,
+    in_columns,
+    name_groups,
+    without_collectives,
+)
+from fxpipe.extensions.tensor_parallel.divided import Divided
+from fxpipe.extensions.tensor_parallel.norms import ColumnNorm
+from fxpipe.ir.program import Program
+from fxpipe.ir.traced import Traced
+from fxpipe.passes.runner import Pass
+from fxpipe.runtime.group import Group
+
+
+@dataclass(frozen=True)
+class TensorParallel(Extension):
+    """Lets stages have parts of DTensors, and collectives as nodes of their graphs.
+
+    Attributes:
+        dims: the dimensions of the mesh besides "pp" and "dp".
+        divided: the model's DTensors.
+        groups: dimension → the process group of torch.distributed that this rank has there.
+        group: the ranks.
+    """
+
+    dims: tuple[str, ...]
+    divided: Divided = field(repr=False, compare=False)
+    groups: Mapping[str, Any] = field(repr=False, compare=False)
+    group: Any = field(repr=False, compare=False)
+    given = False
+
+    def check(self, options: Options) -> None:
+        """Raise InputError if it cannot work with these options."""
+        if options.places:
+            raise InputError(
+                f"the mesh has the dimensions {', '.join(self.dims)}, over which stages are "
+                'divided on CPU ranks alone so far; give init_device_mesh("cpu", ...)'
+            )
+        if options.shards and options.clips:
+            raise InputError(
+                "clip_norm and scaler with sharded optimizers or weights are not possible where "
+                f"stages are divided over {', '.join(self.dims)}; leave out one of them"
+            )
+        names = {type(each).__name__ for each in options.extensions}
+        for name in ("Inductor", "CudaGraphs", "Slices"):
+            if name in names:
+                raise InputError(
+                    f"{name} does not know the collectives of stages that are divided over "
+                    f"{', '.join(self.dims)}; leave it out"
+                )
+        for dim, group in self.groups.items():  # until the ranks have groups of their own
+            bind(dim, group)
+
+    def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+        """What names groups by dimensions, measures without them, and adds up norms."""
+        return {
+            "capture": [("seed_randomness", Pass(self.name_groups, "traced", "traced"))],
+            "partition": [("", Pass(self.same_parts, "traced", ""))],
+            "follow": [("", Pass(self.same_parts, "traced", ""))],
+            "measure": [("", Pass(without_collectives, "plan", "plan"))],
+            "program": [("lower", Pass(add_norms, "program", "program"))],
+        }
+
+    def name_groups(self, traced: Traced) -> Traced:
+        """See ``collectives.name_groups``; also refuses what columns would draw alike.
+
+        Raises:
+            InputError: the model draws random numbers.
+        """
+        if traced.seeded:
+            raise InputError(
+                "the model draws random numbers, as dropout does, and ranks that have parts of a "
+                f"value over {', '.join(self.dims)} would draw the same for each part; let it draw "
+                "none (dropout=0.0), or call pipe.eval()"
+            )
+        known = {str(group.group_name): dim for dim, group in self.groups.items()}
+        return name_groups(traced, self.divided.groups() | known)
+
+    def same_parts(self, traced: Traced) -> None:
+        """Compare the graphs of all columns, before any of them runs one. Raises RankError if they
+        differ."""
+        self.group.same_parts(traced)
+
+    def kernels(self) -> Kernels | None:
+        return lambda kernels, *_: in_columns([*kernels], self.group)
+
+
+def divided_model(model: nn.Module, groups: Mapping[str, Any], group: Group) -> TensorParallel:
+    """Make a model's DTensors ordinary parameters, and return the extension for them. Raises
+    InputError as ``Divided``."""
+    dims = tuple(groups)
+    has = f"the pipe has the mesh dimensions {', '.join(('pp', 'dp', *dims))}"
+    return TensorParallel(dims, Divided(model, dims, has), groups, group)
+
+
+def add_norms(program: Program) -> Program:
+    """Program → Program: the norms of a stage's gradients are those over all columns.
+
+    before:  norm         s0
+    after:   column_norm  s0
+    """
+    lists = [
+        tuple(ColumnNorm(x.stage, x.batch) if type(x) is Norm else x for x in row)
+        for row in program.lists
+    ]
+    return replace(program, lists=tuple(lists))
