@@ -184,15 +184,17 @@ def joined(
     columns: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Ranks:
     """Connect the ranks that have met. Raises RankError if one is lost, or cannot be reached."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined,unused-ignore]
+    gloo: Any = dist.ProcessGroupGloo
+    options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     options._timeout, options._threads = JOINS, 1
-    with in_the_background():
-        options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    with in_the_background():  # all groups share one port and one thread
+        made = gloo.create_device(interface=named) if named else gloo.create_default_device()
+    options._devices = [made]
     others = neighbours(rank, len(names))
     stores = [met.patient(f"tree {max(rank, other)}") for other in others]
 
     def connect(store: Any, other: int) -> Any:
-        return dist.ProcessGroupGloo(store, int(other < rank), 2, options)
+        return gloo(store, int(other < rank), 2, options)
 
     try:
         works = [partial(connect, *each) for each in zip(stores, others, strict=True)]
