@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 
 from fxpipe.compiler.leaf_modules.extension import LeafModules
@@ -166,10 +167,19 @@ def read_batch_dims(batch_dims: Any, model: nn.Module) -> BatchDims:
     return dict(batch_dims)
 
 
-def given_costs(costs: Any) -> GivenCosts | None:
-    """Return given costs. Raises InputError if they are of no described device."""
-    if costs is None or callable(getattr(costs, "node_costs", None)):
-        return cast(GivenCosts | None, costs)
+def given_costs(costs: Any, model: nn.Module) -> GivenCosts | None:
+    """Return given costs. Raises InputError if they are of no described device, or parameters of
+    the model are fake."""
+    if costs is None:
+        return None
+    fake = (name for name, x in model.named_parameters() if isinstance(x, FakeTensor))
+    if name := next(fake, ""):
+        raise InputError(
+            f"parameter {name!r} is a fake tensor, and traces make fakes of their own; build the "
+            'model on the meta device: with torch.device("meta"): ...'
+        )
+    if callable(getattr(costs, "node_costs", None)):
+        return cast(GivenCosts, costs)
     raise InputError(
         f"costs is {costs!r}; give a described device, such as fxpipe.Device(flops=312e12, "
         "bandwidth=2e12, efficiency=0.6)"

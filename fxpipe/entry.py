@@ -206,7 +206,7 @@ def compile(
             replicas=group.replicas,
             decides="" if late is None else recipe.name,
             hollow=bytes_if_hollow(model),
-            costs=arguments.given_costs(costs),
+            costs=arguments.given_costs(costs, model),
         )
         for extension in given:
             options = extension.options(options)

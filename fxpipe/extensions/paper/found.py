@@ -17,8 +17,8 @@ from fxpipe.formatting import bytes_text
 _SMALL = 0.02
 """Causes that take a smaller share of a step are not named."""
 
-_SHOWN = 5
-"""Of the ways that lost, how many are shown."""
+_SHOWN = 3
+"""How many of the ways that lost are shown, of the slower ones and of those that do not fit."""
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,13 @@ class Ranking(Sequence[Way]):
         return "\n".join(lines)
 
     def _nearest(self) -> list[Way]:
-        """The ways that lost by the least."""
-        return sorted(self.lost, key=lambda way: way.seconds)[:_SHOWN]
+        """Of the ways that lost the fastest that fit, and those that lack the least memory."""
+        memory = self._ways[0].layout.cluster.device.memory
+        fit = [way for way in self.lost if way.memory <= memory]
+        others = [way for way in self.lost if way.memory > memory]
+        fit.sort(key=lambda way: way.seconds)
+        others.sort(key=lambda way: way.memory)
+        return [*fit[:_SHOWN], *others[:_SHOWN]]
 
     def _why(self, way: Way) -> str:
         memory = way.layout.cluster.device.memory

@@ -175,11 +175,20 @@ class _Search:
         fast: list[float] = []
         known: dict[Any, Any] = {}  # programs that were lowered, with a simulation of each
         tasks = []
+        nearest: dict[tuple[int, int], tuple[float, Predictor]] = {}
         for layout in places:
             predictor = Predictor(
                 self._profile, layout, self._batch, self._hidden, self._holding, known
             )
-            for recipes in self._families(layout.stages):
+            # of both orders of the same sizes, that whose exchanges take less
+            key, cost = (
+                (layout.group, layout.stages),
+                predictor.exchanging(self._counts(predictor)[0]),
+            )
+            if key not in nearest or cost < nearest[key][0]:
+                nearest[key] = cost, predictor
+        for _, predictor in nearest.values():
+            for recipes in self._families(predictor.layout.stages):
                 tasks.append((self._least(predictor), predictor, recipes))
         tasks.sort(key=lambda task: task[0])
         for least, predictor, recipes in tasks:

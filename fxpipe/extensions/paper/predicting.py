@@ -110,6 +110,16 @@ class Predictor:
         """The samples of a micro-batch."""
         return ceil(self.batch / count)
 
+    def exchanging(self, count: int) -> float:
+        """The seconds in which devices sum gradients and hand on values, if nothing hides."""
+        parts, stages, replicas = self.parts(count), self.layout.stages, self.layout.replicas
+        trained = sum(part.trained for part in parts.parts) / stages
+        crossing = max((each.bytes for each in parts.crossings), default=0.0) / self.layout.group
+        links = self.layout.links
+        summed = links[0, 0].seconds(2 * trained) if replicas > 1 else 0.0
+        ways = [links[s, s + 1].seconds(crossing) for s in range(stages - 1)]
+        return summed + 2 * count * max(ways, default=0.0)
+
     def stages(self, recipe: Recipe, count: int) -> CountedStages:
         """The stages for a schedule. Raises InputError if the model has too few parts."""
         many = recipe.stages(self.layout.stages)

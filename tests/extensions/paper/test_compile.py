@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import mse_loss
 
 import fxpipe
@@ -78,6 +79,17 @@ def test_times_are_the_same_each_time() -> None:
             return [stage.costs for stage in pipe.plan.stages]
 
     assert costs() == costs()
+
+
+def test_the_example_may_be_fake_and_the_model_may_not() -> None:
+    with FakeTensorMode():
+        x = torch.zeros(32, 64)
+    with compiled(model_of(3), x) as pipe:
+        assert pipe.simulate().makespan > 0
+    with FakeTensorMode():
+        model = model_of(3)
+    with pytest.raises(InputError, match=r"parameter '0.layer.weight' is a fake tensor"):
+        compiled(model, x)
 
 
 def test_costs_are_of_a_device() -> None:

@@ -83,10 +83,10 @@ def test_values_of_all_devices_take_a_shared_link_in_the_order_in_which_they_are
 
 
 def test_sums_of_gradients_take_the_link_that_transfers_take() -> None:
-    sizes = Sizes({"y0": 8, "y1": 8}, gradients={0: 40, 1: 40})
-    costs = {"F": 1, "B": 2, "U": 0, "A": 0}
-    schedule = fs.one_f_one_b(2, 3)
-    pairs = {*product(range(2), range(2))}
+    sizes = Sizes({f"y{s}": 8 for s in range(3)}, gradients=dict.fromkeys(range(3), 40))
+    costs = {"F": 1, "B": 2, "U": 0, "A": 5}  # while the last stage reduces, others send
+    schedule = fs.one_f_one_b(3, 4)
+    pairs = {*product(range(3), range(3))}
     apart = schedule.simulate(
         costs, links=dict.fromkeys(pairs, Link(bandwidth=4)), sizes=sizes, replicas=2
     )
