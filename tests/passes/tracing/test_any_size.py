@@ -25,6 +25,7 @@ from tests.helpers.fronted import (
     shapes_for,
 )
 from tests.passes.differentiate.test_differentiate import made, some_cases
+from tests.passes.tracing.test_capture import Computes
 
 WITH_NUMBERS = {"lstm", "gru", "spectra", "strided", "views"}
 """Cases with operations that some version of PyTorch does not derive for symbols, whose backward it
@@ -111,18 +112,6 @@ def test_a_plan_with_sizes_put_in_is_that_of_these_sizes(name: str) -> None:
         assert traced is not None
         own = planned(model, front_end(model, *given), *given)
         assert everything(planned(model, traced, *given)) == everything(own)
-
-
-class Computes(nn.Module):
-    """A layer, then any function of its output."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(self.layer(x))
 
 
 def accepted(model: nn.Module, batch: int, *rest: Any) -> set[int]:
