@@ -12,6 +12,7 @@ from fxpipe.extensions.cli.commands import make_parser
 PAGE = Path(__file__).parents[3] / "docs" / "schedules.md"
 
 
+@pytest.mark.needs("paper")
 @pytest.mark.smoke
 def test_every_command_is_on_its_page_with_its_options() -> None:
     *_, commands = make_parser()._subparsers._group_actions  # type: ignore[union-attr]
