@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -115,8 +115,6 @@ class Ranking(Sequence[Way]):
     """
 
     def __init__(self, ways: Sequence[Way], keep: int, given: Mapping[str, Any]) -> None:
-        from dataclasses import replace
-
         memory = ways[0].layout.cluster.device.memory
         fit = [replace(way, given=given) for way in ways if way.memory <= memory]
         self._ways = fit[:keep]

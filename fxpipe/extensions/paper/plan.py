@@ -9,7 +9,6 @@ from itertools import product
 from math import inf
 from typing import Any
 
-import torch
 from torch import nn
 
 from fxpipe.arguments import check_whole, read_example
@@ -328,9 +327,3 @@ def _ranked(ways: Sequence[Way], cluster: Cluster, batch: int, longest: int) -> 
             limited=True,
         )
     return ranked
-
-
-def on_meta(make: Callable[[], Any]) -> Any:
-    """What a function makes, with its tensors on the meta device."""
-    with torch.device("meta"):
-        return make()

@@ -32,9 +32,9 @@ _ROUND = 8
 whole. Of longer ones those of about two and of three rounds are: their difference is that of each
 further round."""
 
-_UPDATE = 10
-"""How often an update reads or writes the bytes of a number, with Adam: gradient and weight, and
-two states, in 32 bits."""
+_UPDATE = 28
+"""Bytes that an update reads and writes for each parameter: with Adam in 32 bits it reads gradient,
+weight and two states, and writes the last three."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Predictor:
             trained = sum(part.trained for part in own)
             elements = sum(part.elements for part in own)
             share = dp if holding.sharded else 1
-            costs["U", s] = _UPDATE * elements * 4 / share / rate / 2
+            costs["U", s] = _UPDATE * elements / share / rate
             parameters[s] = int(sum(part.parameters for part in own))
             sums = trained if holding.gradient is None else holding.gradient * elements
             gradients[s], state[s] = int(sums), int(holding.state * elements / share)

@@ -53,7 +53,8 @@ def simulate(
     Args:
         program: a program with its communication in place.
         costs: letter of a kind of task, or (letter, stage), or (letter, stage, micro-batch) → time;
-            by default the kind's own cost, in which a forward takes 1. Integers stay exact.
+            by default the kind's own cost, in which a forward takes 1. Integers stay exact. A
+            ``Time`` for tasks in which devices also exchange values.
         links: the latency and bandwidth of the link from one device to another, one for all or
             (from, to) → Link, in the unit of the costs; None for transfers that take no time.
             Gradients go to the other replicas by the link from a device to itself.
