@@ -24,6 +24,10 @@ SIZES = (10_000, 100_000, 1_000_000)
 """Instructions, about."""
 
 
+OTHER = {"F": 2, "B": 3}
+"""The costs of a further simulation of the same program."""
+
+
 def program_of(instructions: int) -> Program:
     """1F1B over 16 devices, with as many micro-batches as it takes."""
     recipe = find_recipe("1f1b")
@@ -72,6 +76,7 @@ def main() -> int:
         figures += [
             Figure(f"{name}, simulated", seconds, "s"),
             Figure(f"{name}, simulated, each", 1e6 * seconds / count, "µs"),
+            Figure(f"{name}, with other costs", timed(partial(found.with_costs, OTHER))[1], "s"),
             Figure(f"{name}, all figures but memory", timed(partial(figures_of, found))[1], "s"),
             Figure(
                 f"{name}, memory of every device", timed(partial(getattr, found, "memory"))[1], "s"

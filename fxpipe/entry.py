@@ -198,7 +198,7 @@ def compile(
             recompute=arguments.read_modes("recompute", recompute, recipe.stages(len(places))),
             batch_dims=arguments.read_batch_dims(batch_dims, model),
             partition=cuts,
-            dispatch=None if torch_devices[0].type == "cpu" else "device",
+            dispatch=None if torch_devices[0].type == "cpu" and costs is None else "device",
             threads=group.threads or max(1, torch.get_num_threads() // len(places)),
             places=() if torch_devices[0].type == "cpu" else torch_devices,
             extensions=given,

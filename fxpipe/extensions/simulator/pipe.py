@@ -83,7 +83,7 @@ def simulate_pipe(
         held(pipe, compiled),
         costs or _profiled(pipe, compiled),
         links=links or (None if costs else given_links(options)),
-        serial=not costs and options.costs is None and pipe._engine.serial(compiled),
+        serial=not costs and pipe._engine.serial(compiled),
         steps=steps,
         away=None if options.costs is None else (options.costs.host,) * 2,
     )

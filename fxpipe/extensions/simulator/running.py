@@ -152,6 +152,7 @@ class _Ways:
         self._links = links
         self._sizes = sizes or Sizes()
         self._program = program
+        self._known: dict[tuple[str, str, int], int] = {}
         self._taken: dict[tuple[int, int] | str, float] = {}
         check_links(links, program.devices)
 
@@ -178,9 +179,14 @@ class _Ways:
 
     def _bytes(self, buffer: Buffer | Exchange) -> int:
         """The bytes that cross; between replicas, those of the replica that sends the most."""
-        sizes, carried = self._sizes, str(buffer)
+        sizes = self._sizes
+        if isinstance(buffer, Buffer):
+            of = buffer.kind, buffer.value, buffer.source  # the same for all micro-batches
+            if of in self._known:
+                return self._known[of]
         known: Mapping[Any, object]
         key: str | int
+        carried = ""
         if isinstance(buffer, Exchange):
             key, what = buffer.stage, buffer.of[0]
             known = {stage: 0 for name in buffer.of for stage in getattr(sizes, name)}
@@ -194,9 +200,10 @@ class _Ways:
             key, what, known = buffer.value, "values", sizes.values
         if key not in known:
             raise InputError(
-                f"a link of limited bandwidth carries {carried}, whose size is not known; give "
-                f"sizes=Sizes({what}={{{key!r}: bytes}})"
+                f"a link of limited bandwidth carries {carried or buffer}, whose size is not "
+                f"known; give sizes=Sizes({what}={{{key!r}: bytes}})"
             )
         if not isinstance(buffer, Exchange):
-            return sizes.crossing(buffer)
+            self._known[of] = sizes.crossing(buffer)
+            return self._known[of]
         return buffer.most(sizes, self._program)
