@@ -82,7 +82,6 @@ def parameters() -> list[torch.nn.Parameter]:
     return [*make("mlp", 0, 1)[0].parameters()]
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [Estimating, Clipping])
 def test_an_update_that_depends_on_other_gradients_is_told(kind: Any) -> None:
     assert is_coupled(kind(parameters()))
@@ -101,7 +100,6 @@ ALONE: dict[str, Any] = {
 }
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", ALONE)
 def test_nothing_is_said_of_updates_that_depend_on_their_own_gradient(name: str) -> None:
     before = torch.get_rng_state()
@@ -109,7 +107,6 @@ def test_nothing_is_said_of_updates_that_depend_on_their_own_gradient(name: str)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.smoke
 def test_it_is_warned_of_once_and_stepped_by_hand_it_trains_as_in_the_loop() -> None:
     model, data = make("mlp", 4, 6)
     theirs = copy.deepcopy(model)
