@@ -168,7 +168,7 @@ def compile(
     group, places = read_group(devices)
     with ExitStack() as failed, group.calling("compile"):
         torch_devices = tuple(home(place) for place in places)
-        divided = group.divided(model)
+        divided = group.divided(model) if isinstance(model, nn.Module) else ()
         arguments.check_model(model, torch_devices[0])
         with _compiling:
             _check_free(model)

@@ -50,7 +50,8 @@ class Run(Instruction):
 
     @property
     def requires(self) -> Sequence[str]:
-        return (WEIGHTS,) if "parameters" in KINDS[self.kind].reads else ()
+        kind = KINDS.get(self.kind)  # ``wrong`` tells of one that is not there
+        return (WEIGHTS,) if kind is not None and "parameters" in kind.reads else ()
 
     @property
     def reads_gradients(self) -> bool:
