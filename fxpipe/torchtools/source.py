@@ -28,8 +28,6 @@ _OURS = tuple(
 _CONTEXTS = contextlib.__file__
 # file names that Python, IPython, doctest and the code module give to code without a file
 _TYPED = ("<stdin", "<python-input", "<ipython", "<doctest", "<console")
-# what torch.export calls the module of nodes that it adds itself
-_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -59,11 +57,6 @@ def of_node(node: fx.Node) -> str:
 
 def module_paths(node: fx.Node) -> list[str]:
     """The submodules that a node belongs to, outermost first, without the model itself."""
-    return [path for path in module_stack(node) if path != _NO_MODULE]
-
-
-def module_stack(node: fx.Node) -> list[str]:
-    """The same, with torch.export's own name for where it adds nodes itself, such as sizes."""
     stack = node.meta.get("nn_module_stack") or {}
     return [path for path, _ in stack.values() if path]
 

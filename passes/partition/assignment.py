@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.ir.called import calls_in
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.work import StageLoad
-from fxpipe.torchtools.source import module_paths, module_stack
+from fxpipe.torchtools.source import module_paths
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _calls(traced: Traced) -> Iterator[tuple[tuple[str, str, int], fx.Node]]:
     nodes of that operation in that submodule."""
     counts: Counter[tuple[str, str]] = Counter()
     for node in compute_nodes(traced.graph):
-        paths = module_stack(node)
+        paths = module_paths(node)
         where = (paths[-1] if paths else "", str(node.target))
         yield (*where, counts[where]), node
         counts[where] += 1

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from fxpipe.errors import TraceError, told, way_out
 from fxpipe.torchtools import source
@@ -61,8 +61,6 @@ def untraceable(model: nn.Module, error: Exception) -> TraceError:
     if isinstance(error, BackwardError):
         around, error = error.submodules, error.error
     where = source.of_exception(error)
-    if not where and (node := _treated(error)) is not None:
-        where = source.of_node(node)
     whole = told(error)
     summary = whole.splitlines()[0]
     if on_values(error):
@@ -92,8 +90,7 @@ def called(model: nn.Module, error: BaseException) -> list[str]:
         for frame, _ in traceback.walk_tb(error.__traceback__)
         if frame.f_code is nn.Module._call_impl.__code__
     ]
-    node = None if calls else _treated(error)
-    return [name for name in calls if name] if node is None else _paths(node)
+    return [name for name in calls if name]
 
 
 def _error(
@@ -112,20 +109,3 @@ def _construct(where: str) -> tuple[str, str]:
         if re.search(pattern, code):
             return construct, cure
     return "control flow that depends on data", _VALUES
-
-
-def _treated(error: BaseException) -> fx.Node | None:
-    """The node of a graph that was being processed when an exception was raised."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # as PyTorch's passes and interpreters call it
-    found = [frame.f_locals.get(name) for frame in reversed(frames) for name in ("node", "n")]
-    nodes = [node for node in found if isinstance(node, fx.Node)]
-    return next(filter(_paths, nodes), None) or next(filter(source.of_node, nodes), None)
-
-
-def _paths(node: fx.Node) -> list[str]:
-    """The submodules that a node, or else one of its users, belongs to, outermost first."""
-    for candidate in (node, *node.users):
-        if candidate.meta.get("nn_module_stack"):
-            return source.module_paths(candidate)
-    return []

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch._export.passes._node_metadata_hook import _node_metadata_hook
 
 import fxpipe
 from examples.unet import UNet
@@ -195,17 +194,6 @@ def test_modules_are_named_where_all_their_work_is() -> None:
     traced = front_end(model, torch.randn(3, 4))
     plan = cut_up(traced, whole(traced))
     assert plan.stages[0].modules == ("first", "middle", "last")
-
-
-def test_what_export_adds_by_itself_is_in_no_module() -> None:
-    """As it may do in a graph of a partial batch."""
-    traced = front_end(Tiny(), torch.randn(3, 4))
-    node = next(iter(compute_nodes(traced.graph)))
-    del node.meta["nn_module_stack"]
-    _node_metadata_hook(node)
-    assert len(node.meta["nn_module_stack"]) == 1
-    (stage,) = cut_up(traced, whole(traced)).stages
-    assert stage.modules == ("first", "middle", "last")
 
 
 class _LateRow(nn.Module):

@@ -26,7 +26,7 @@ from fxpipe.passes.partition.assignment import (
 from fxpipe.passes.partition.cut import whole_modules
 from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.partition.work import StageDevices
-from fxpipe.torchtools.source import module_stack
+from fxpipe.torchtools.source import module_paths
 
 Key = tuple[str, str, int]
 """A node's submodule, its operation, and its number among such nodes of its slice."""
@@ -167,7 +167,7 @@ class Placing:
 def _keyed(part: Sequence[fx.Node]) -> Iterator[tuple[Key, fx.Node]]:
     counts: Counter[tuple[str, str]] = Counter()
     for node in part:
-        paths = module_stack(node)
+        paths = module_paths(node)
         where = (paths[-1] if paths else "", str(node.target))
         yield (*where, counts[where]), node
         counts[where] += 1
