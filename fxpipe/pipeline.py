@@ -389,6 +389,14 @@ class Pipeline(nn.Module):
     load = views.pipeline_load
     """``pipe.load("run")`` goes on from a folder: ``fxpipe.extensions.checkpoint.pipe.load``."""
 
+    load_hub = views.pipeline_load_hub
+    """``pipe.load_hub("folder")`` loads weights as the hub of Hugging Face has them:
+    ``fxpipe.extensions.hub.pipe.load_hub``."""
+
+    save_hub = views.pipeline_save_hub
+    """``pipe.save_hub("folder")`` writes weights that ``from_pretrained`` reads:
+    ``fxpipe.extensions.hub.pipe.save_hub``."""
+
     # the model's attributes
 
     @property

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.draw.program import draw_program
     from fxpipe.extensions.draw.schedule import draw_schedule, draw_simulations
     from fxpipe.extensions.formulas.formulas import formulas
+    from fxpipe.extensions.hub.pipe import load_hub, save_hub
     from fxpipe.extensions.initial_values.initial import reset_parameters
     from fxpipe.extensions.overlapping.delays import schedule_versions
     from fxpipe.extensions.simulator.pipe import profile_pipe, simulate_pipe
@@ -28,6 +29,12 @@ pipeline_checkpoint = View(
 
 pipeline_load = View("Pipeline.load", f"{_HERE}.checkpoint.pipe:load", lambda: load)
 """``pipe.load("run")`` goes on from a folder."""
+
+pipeline_load_hub = View("Pipeline.load_hub", f"{_HERE}.hub.pipe:load_hub", lambda: load_hub)
+"""``pipe.load_hub("folder")`` loads weights as the hub of Hugging Face has them."""
+
+pipeline_save_hub = View("Pipeline.save_hub", f"{_HERE}.hub.pipe:save_hub", lambda: save_hub)
+"""``pipe.save_hub("folder")`` writes weights that ``from_pretrained`` reads."""
 
 pipeline_profile = View(
     "Pipeline.profile", f"{_HERE}.simulator.pipe:profile_pipe", lambda: profile_pipe
