@@ -143,7 +143,11 @@ def _grows(rounds: int) -> list[list[str]]:
             pipe.step(torch.randn(samples, 8, 64), target=torch.randint(5, (samples,)), **batch)
             if step + 1 in (1, 2, 20, 40, 80, 120, 160, 200):
                 rows.append(
-                    [f"{step + 1}", f"{_resident():.0f} MiB", f"{len(pipe._compiler._known)}"]
+                    [
+                        f"{step + 1}",
+                        f"{_resident():.0f} MiB",
+                        f"{len(pipe._compiler.memo.values('call'))}",
+                    ]
                 )
     return rows
 

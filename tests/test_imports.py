@@ -145,6 +145,26 @@ def test_every_module_has_a_layer() -> None:
     assert not lost, f"add these to LAYERS in {Path(__file__).name}: {lost}"
 
 
+def test_every_module_of_the_core_is_tested_by_its_name() -> None:
+    """A test file has its name, or imports it; packages are what is in them."""
+    files = [*(ROOT / "tests").rglob("*.py")]
+    named = {path.name for path in files}
+    texts = "\n".join(path.read_text() for path in files)
+    lacking = []
+    for module, path in SOURCES.items():
+        package, _, name = module.rpartition(".")
+        if layer_of(module) == "extensions" or path.name in ("__init__.py", "__main__.py"):
+            continue
+        by_package = rf"from {re.escape(package)} import [^\n]*\b{name}\b"
+        if not (
+            f"test_{name}.py" in named
+            or re.search(rf"\b{re.escape(module)}\b", texts)
+            or re.search(by_package, texts)
+        ):
+            lacking.append(module)
+    assert lacking == []
+
+
 def test_imports_go_down_the_layers() -> None:
     upward = [
         f"{module} ({layer}) may import {sorted(allowed)}, not {name}"

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fxpipe.compiler import passes
 from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.guard import KEPT
 from fxpipe.compiler.loss_weight.weighing import Weighing
+from fxpipe.compiler.memo import Memo
 from fxpipe.compiler.objective import Weighed
 from fxpipe.compiler.often import CallKey, why_compiled
 from fxpipe.compiler.options import Options
@@ -43,6 +44,13 @@ from fxpipe.torchtools.state import (
 )
 
 
+class Known(NamedTuple):
+    """What a call was compiled to, with the graph and the plan of each size of micro-batch."""
+
+    compiled: Compiled
+    plans: Sequence[tuple[Traced, Plan]]
+
+
 class NumbersError(Exception):
     """A graph cannot take numbers of a call as inputs."""
 
@@ -69,13 +77,11 @@ class Compiler:
         self._wraps = [wrap for each in options.extensions if (wrap := each.kernels())]
         self.timetable = Timetable(options)
         self._placement = Placement(options, self.timetable)
-        self.plans = Plans(options, self._placement)
+        self.memo = Memo()
+        self.plans = Plans(options, self._placement, self.memo)
         self._guard = self.plans.front_end.guard
-        # the least recently used first
-        self._known: dict[CallKey, tuple[Compiled, list[tuple[Traced, Plan]]]] = {}
         self._last: CallKey | None = None
         self._reads = self.plans.front_end.reads
-        self._programs: dict[Any, Program] = {}
         self._weighing = Weighing(options)
         self.state: tuple[Any, ...] = (None,)
         self.why = ""
@@ -90,16 +96,14 @@ class Compiler:
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """Return what an earlier call like this one was compiled to; None if there was none."""
         key = self._key(micro, kind)
-        entry = self._known.pop(key, None)
+        known: Known | None = self.memo.find("call", key)
         self.why = ""
-        if entry is None:
+        if known is None:
             return None
-        self._known[key] = entry
         self._last = key
-        compiled, plans = entry
-        for traced, plan in plans:
-            settle(self.options, traced, plan, compiled.schedule)
-        return compiled
+        for traced, plan in known.plans:
+            settle(self.options, traced, plan, known.compiled.schedule)
+        return known.compiled
 
     def compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
         """Compile a call, using the results of earlier calls.
@@ -129,7 +133,8 @@ class Compiler:
                 self._forget()
                 compiled = self._compile(micro, kind)
         self._last = self._key(micro, kind)
-        self._evict()
+        self.memo.keep("call", KEPT)
+        self.plans.sizes.keep()
         if self.plans.made > made:
             self.why = why_compiled(last, first, micro.batch.names, self._guard.changed)
         return compiled
@@ -139,16 +144,6 @@ class Compiler:
         batch to compile instead."""
         self._guard.fix(self._reads.fix(batch))
         return self.numbered(batch.without_numbers())
-
-    def _evict(self) -> None:
-        """Forget all but the calls that were used last."""
-        if len(self._known) <= KEPT:
-            return
-        while len(self._known) > KEPT:
-            del self._known[next(iter(self._known))]
-        kept = {id(compiled.program) for compiled, _ in self._known.values()}
-        self._programs = {k: made for k, made in self._programs.items() if id(made) in kept}
-        self.plans.keep([made for _, plans in self._known.values() for made in plans])
 
     def decides(self, micro: MicroBatches) -> bool:
         """Whether a schedule has to be chosen for this batch."""
@@ -161,8 +156,7 @@ class Compiler:
     def _forget(self) -> None:
         """Forget cuts and programs, but keep traces and measured costs."""
         self.plans.forget()
-        self._programs.clear()
-        self._known.clear()
+        self.memo.forget("call", "program")
 
     @contextmanager
     def _compiling(self, what: str) -> Iterator[None]:
@@ -180,9 +174,15 @@ class Compiler:
     @property
     def _parts(self) -> Sequence[object]:
         """The objects that change when something is compiled."""
-        return self, self.plans, self._placement, *self._placement.kept
+        return self, self.memo, self.plans, self.plans.sizes, self._placement, *self._placement.kept
 
     def _compile(self, micro: MicroBatches, kind: Kind) -> Compiled:
+        known = self.memo.anew(
+            "call", lambda: self._key(micro, kind), lambda: self._known(micro, kind)
+        )
+        return known.compiled
+
+    def _known(self, micro: MicroBatches, kind: Kind) -> Known:
         self.plans.look()
         purpose, batch, microbatches, sizes = kind.purpose, micro.batch, len(micro), micro.sizes
         wants = batch.wants(purpose)
@@ -190,7 +190,7 @@ class Compiler:
         first = Call(batch, micro.leaves[0], sizes[0], purpose, wants, schedule)
         # the graph of a whole batch serves a partial one, too, beside another for one size only
         shapes = [tuple(shapes_of(leaves)) for leaves in micro.leaves]
-        serves = len(set(sizes)) > 1 and self.plans.first_shapes(first) in shapes
+        serves = len(set(sizes)) > 1 and self.plans.sizes.first(first) in shapes
         # a graph for one size has other names than one for several
         for fixed in reversed(self._fixed) if serves else self._fixed:
             calls = {
@@ -250,8 +250,7 @@ class Compiler:
         )
         self._reads.proven(batch)
         self.state = self._guard.state()  # running the model may have changed it
-        self._known[self._key(micro, kind)] = compiled, [*plans.values()]
-        return compiled
+        return Known(compiled, [*plans.values()])
 
     def _planned(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, tuple[Traced, Plan]]:
         """The graph and the plan of each size of micro-batch. Raises NumbersError on all ranks if
@@ -309,9 +308,9 @@ class Compiler:
         larger = compiled.samples / self._placement.samples
         threads = self.choice.threads(plan, compiled.schedule, larger)
         measured = replace(compiled, plan=plan, threads=threads)
-        for key, (known, plans) in self._known.items():
-            if known is compiled:
-                self._known[key] = measured, plans
+        for known in self.memo.values("call"):
+            if known.compiled is compiled:
+                self.memo.replace(known, known._replace(compiled=measured))
         return measured
 
     @property
@@ -333,9 +332,11 @@ class Compiler:
         group = self.options.group
         key = (plan.edges, plan.gradients, plan.buckets, schedule.microbatches, purpose, updates)
         whole = partial(self.lowered, plan, schedule, purpose, updates)
-        known = self._programs.get(key)
+        known = self.memo.find("program", key)
         made = whole() if known is None else None
-        program = self._programs[key] = group.same_program(made, known, plan)
+        program = self.memo.anew(
+            "program", lambda: key, lambda: group.same_program(made, known, plan)
+        )
         return program, whole if group.size > 1 else lambda: program
 
     def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.compiler import passes
 from fxpipe.compiler.guard import Guard
 from fxpipe.compiler.leaf_modules.extension import LeafModules
+from fxpipe.compiler.memo import Memo
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.preflight import output_dims
 from fxpipe.compiler.reads import Reads, StandIns
@@ -29,7 +30,7 @@ from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value
 from fxpipe.passes.differentiate.divide import Wanted
 from fxpipe.passes.runner import run_all
-from fxpipe.passes.tracing.any_size import AnySizeGraphs
+from fxpipe.passes.tracing.any_size import AnySize
 from fxpipe.passes.tracing.explain import untraceable
 from fxpipe.passes.tracing.loss_module import LossModule, in_loss
 from fxpipe.passes.tracing.shapes import Dims, shapes_of
@@ -139,13 +140,12 @@ class FrontEnd:
         guard: watches what the traces depend on besides the call.
     """
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, memo: Memo) -> None:
+        self.options, self._memo = options, memo
         given = (each for each in options.extensions if isinstance(each, LeafModules))
         self.leaves = next(given, LeafModules()).leaves(options)
         self.guard = Guard(options, self.leaves.called)
         self.reads = Reads()
-        self._any_size = AnySizeGraphs()
         self._told: set[str] = set()  # other warnings that were given
 
     def trace(self, call: Call, *, free: Dims = ()) -> Traced:
@@ -274,9 +274,7 @@ class FrontEnd:
             try:
                 traced = None
                 if calls is None:
-                    traced = self._any_size.traced(
-                        lambda: self.kind(call, state), call.leaves, free, capture
-                    )
+                    traced = self._for_any_size(call, state, free, capture)
                 traced = traced or capture(call.leaves)
             except Exception as error:
                 if source.lacks_memory(error) or isinstance(error, InputError):
@@ -287,6 +285,33 @@ class FrontEnd:
                 raise untraceable(of, error) from error
         collect()
         return traced
+
+    def _for_any_size(
+        self,
+        call: Call,
+        state: tuple[Any, ...],
+        free: Dims,
+        capture: Callable[[Sequence[Any]], Traced],
+    ) -> Traced | None:
+        """A call's graph, of one for any sizes of the ``free`` dimensions; None if there is none,
+        as for the first sizes."""
+        made: Traced | None = None
+
+        def fits(graph: AnySize) -> bool:
+            nonlocal made
+            made = graph.at(call.leaves)
+            return made is not None or (graph.traced is None and graph.free == tuple(free))
+
+        def captured() -> AnySize:
+            nonlocal made
+            graph, made = AnySize.of(free, call.leaves, capture)
+            return graph
+
+        if any(free):
+            self._memo("any size", lambda: self.kind(call, state), captured, fits)
+        else:
+            self._memo.find("any size", self.kind(call, state), fits)
+        return made
 
     def kind(self, call: Call, state: tuple[Any, ...]) -> tuple[Any, ...]:
         """Everything that a trace depends on but sizes, with this state of the guard."""

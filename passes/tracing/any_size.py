@@ -9,7 +9,7 @@ The graph for a size is cut and divided like any other, so that no later pass kn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,42 +24,27 @@ from fxpipe.passes.tracing.shapes import Dims, resized, shapes_of
 from fxpipe.passes.tracing.symbols import Put, SizeError, Symbols, symbols_as_operands
 
 
-class AnySizeGraphs:
-    """The graphs of a model for any sizes. The first size has a graph of its own,
-    as to capture one for any takes as long as three.
+@dataclass(frozen=True)
+class AnySize:
+    """A graph for any sizes of some dimensions. The first size of a kind of call has a graph of its
+    own, as to capture one for any takes as long as three.
 
     Attributes:
-        made: kind of call → its graphs, with their symbols.
+        free: for each input and target its dimensions of any size.
+        symbols: the symbols of these sizes.
+        traced: the graph with the symbols; None if there is none for these dimensions.
     """
 
-    def __init__(self) -> None:
-        self.made: dict[Any, list[tuple[Symbols, Traced]]] = {}
-        self._never: set[Any] = set()
+    free: tuple[tuple[int, ...], ...]
+    symbols: Symbols | None = None
+    traced: Traced | None = None
 
-    def traced(
-        self,
-        kind: Callable[[], Any],
-        leaves: Sequence[Any],
-        free: Dims,
-        capture: Callable[[Sequence[Any]], Traced],
-    ) -> Traced | None:
-        """The graph for the sizes of a micro-batch, of one for any; None if there is none, as for
-        the first sizes.
-
-        Args:
-            kind: the kind of call, which what the capture finds may change.
-            leaves: its flat inputs and targets.
-            free: for each of these the dimensions of any size.
-            capture: makes the graph for such leaves.
-        """
-        for symbols, traced in self.made.get(kind(), ()):
-            try:
-                return put(traced, _numbers(symbols, leaves), leaves)
-            except SizeError as error:
-                LOGGER.info("a graph for any size does not hold for these: %s", told(error))
-        never = kind(), tuple(free)
-        if not any(free) or never in self._never:
-            return None
+    @classmethod
+    def of(
+        cls, free: Dims, leaves: Sequence[Any], capture: Callable[[Sequence[Any]], Traced]
+    ) -> tuple[AnySize, Traced | None]:
+        """Capture it by ``capture``, for flat inputs and targets like these ``leaves``: it, and
+        the graph for their sizes."""
         try:
             symbols = Symbols(free, leaves)
             with symbols_as_operands():
@@ -68,10 +53,19 @@ class AnySizeGraphs:
             made = put(traced, symbols.numbers(leaves), leaves)
         except Exception as error:  # symbols cannot do all that numbers can
             LOGGER.info("a graph is captured for these sizes only: %s", told(error))
-            self._never.add(never)
+            return cls(tuple(free)), None
+        return cls(tuple(free), symbols, traced), made
+
+    def at(self, leaves: Sequence[Any]) -> Traced | None:
+        """The graph for the sizes of these inputs and targets; None if it does not hold for
+        them."""
+        if self.symbols is None or self.traced is None:
             return None
-        self.made.setdefault(kind(), []).append((symbols, traced))
-        return made
+        try:
+            return put(self.traced, _numbers(self.symbols, leaves), leaves)
+        except SizeError as error:
+            LOGGER.info("a graph for any size does not hold for these: %s", told(error))
+            return None
 
 
 def _accepting(

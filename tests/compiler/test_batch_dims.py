@@ -76,7 +76,7 @@ def test_a_step_splits_and_joins_along_the_dimension_that_is_the_batch() -> None
             for name in ("y", "turned", "last", "positive", "mean"):
                 torch.testing.assert_close(output[name], whole[name].detach())
             assert (output["samples"], output["time"]) == (samples, 5)
-        graphs = [graph.traced for graph in pipe._compiler.plans.graphs.values()]
+        graphs = [graph.traced for graph in pipe._compiler.memo.values("graph")]
         assert len({id(graph.of) for graph in graphs}) == 1  # dynamic along that dimension
 
 

@@ -53,7 +53,7 @@ def test_graphs_do_not_grow_with_ever_other_sizes_and_strings() -> None:
                 )
                 assert torch.equal(made, alone.loss)
             alive.append(_alive())
-            assert len(pipe._compiler._known) <= KEPT
+            assert len(pipe._compiler.memo.values("call")) <= KEPT
         assert alive[-1]["graphs"] <= alive[1]["graphs"]
         assert alive[-1]["tensors"] <= alive[1]["tensors"] + 8
 

@@ -21,6 +21,7 @@ from fxpipe import B, F, InputError, PartitionError, U
 from fxpipe.compiler import passes
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.front_end import Call, FrontEnd
+from fxpipe.compiler.memo import Memo
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.engine import Engine
@@ -145,7 +146,7 @@ class Remembering(FrontEnd):
     """Traces a model once for several cuts: a graph does not depend on where it is cut."""
 
     def __init__(self, options: Options) -> None:
-        super().__init__(options)
+        super().__init__(options, Memo())
         self.memory: dict[Any, Traced] = {}
 
     def trace(self, call: Call, *, free: Sequence[tuple[int, ...]] = ()) -> Traced:
@@ -223,8 +224,7 @@ def compare(
     loop.clear(model, alone)
     options = replace(options, recipe=SCHEDULES[step.schedule], microbatches=step.microbatches)
     compiler.timetable = Timetable(options)
-    compiler._programs.clear()
-    compiler._known.clear()
+    compiler.memo.forget("call", "program")
     pipe = Pipeline(options, compiler, Engine(options, compiler.choice))
     try:
         loss, output = pipe.step(*inputs, return_output=True)

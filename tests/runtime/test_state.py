@@ -292,7 +292,7 @@ def test_modes_switch_freely_also_of_single_modules() -> None:
             torch.testing.assert_close(made, expected.loss, rtol=1e-12, atol=1e-12)
             loop.assert_same(loop.gradients(model), loop.gradients(alone), 1e-12)
             loop.assert_same(model.state_dict(), alone.state_dict(), 1e-12)
-        graphs = [graph.traced for graph in pipe._compiler.plans.graphs.values()]
+        graphs = [graph.traced for graph in pipe._compiler.memo.values("graph")]
         assert len({id(graph.of or graph) for graph in graphs}) <= 2 * 4  # twice for each mode
 
 

@@ -92,8 +92,7 @@ class AutoCompiler(Compiler):
         self.timetable = self._placement.timetable = timetable
         if timetable.place is not self._pending:
             self._pending.place = timetable.place
-        self._programs.clear()
-        self._known.clear()
+        self.memo.forget("call", "program")
 
     def decides(self, micro: MicroBatches) -> bool:
         """Whether a schedule has to be chosen for this batch.

@@ -77,7 +77,7 @@ class Stages:
         self.compiler, self._compiled, self._updates = compiler, compiled, updates
         self._placement = compiled.schedule.placement
         self._size, self._options = size, compiler.options
-        graphs = compiler.plans.graphs.values()
+        graphs = compiler.memo.values("graph")
         self._graph = next(g for g in graphs if g.traced.module is compiled.traced.module)
         self._limits, self._links = limits, given_links(compiler.options)
         self._devices, self._limited = len(limits), any(limit < math.inf for limit in limits)

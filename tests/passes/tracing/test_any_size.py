@@ -13,7 +13,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.differentiate.part_backward import part_backward
-from fxpipe.passes.tracing.any_size import AnySizeGraphs
+from fxpipe.passes.tracing.any_size import AnySize
 from fxpipe.passes.tracing.symbols import SizeError, Symbols
 from fxpipe.text.plan import print_graph
 from tests.helpers.fronted import (
@@ -36,7 +36,8 @@ class Graphs:
     """The graphs of a model for any sizes."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._made = model, AnySizeGraphs()
+        self.model = model
+        self._graph: AnySize | None = None
 
     def of(self, *args: Any) -> Traced | None:
         """The graph for inputs of these sizes, of one for any number of rows; None if there is
@@ -49,8 +50,11 @@ class Graphs:
             ]
             return front_end(self.model, *given)
 
+        if self._graph is not None and (made := self._graph.at(args)) is not None:
+            return made
         rows = next(len(x) for x in args if isinstance(x, Tensor))
-        return self._made.traced(lambda: "a call", args, rows_of(rows, *args), capture)
+        self._graph, made = AnySize.of(rows_of(rows, *args), args, capture)
+        return made
 
 
 def planned(model: nn.Module, traced: Traced, *args: Any) -> Plan:
@@ -197,13 +201,10 @@ class Doubled(nn.Module):
 def test_a_graph_is_refused_for_sizes_that_its_operations_do_not_take() -> None:
     args = torch.randn(3, 4), torch.randn(6, 4)
     model = Doubled()
-    made = AnySizeGraphs().traced(
-        lambda: "a call", args, [(0,), (0,)], lambda leaves: front_end(model, *leaves)
-    )
-    assert made is not None
-    assert made.of is not None
-    assert made.of.accepts([(5, 4), (10, 4)])
-    assert not made.of.accepts([(5, 4), (9, 4)])
+    made, _ = AnySize.of([(0,), (0,)], args, lambda leaves: front_end(model, *leaves))
+    assert made.traced is not None
+    assert made.traced.accepts([(5, 4), (10, 4)])
+    assert not made.traced.accepts([(5, 4), (9, 4)])
 
 
 def test_symbols_stand_for_inputs_of_one_layout() -> None:
