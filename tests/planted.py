@@ -2,7 +2,8 @@
 
     python -m tests.planted [part of a name …]
 
-Ten faults in lowering, ten in the runtime, ten in the other passes. Each is planted in the copy,
+Ten faults in lowering, ten in the runtime, ten in the other passes, and fifteen in the compiler,
+the verifier, the search and what they stand on. Each is planted in the copy,
 and the tests that should notice run until one fails. Prints each fault with that test. Ends with 1
 if a fault goes unnoticed, or cannot be planted because the code has changed.
 """
@@ -224,7 +225,104 @@ PASSES = {
     ),
 }
 
-FAULTS = {**LOWERING, **RUNTIME, **PASSES}
+MEMO = "fxpipe/compiler/memo.py"
+SIZES = "fxpipe/compiler/sizes.py"
+
+OTHERS = {
+    "what a kept call was made of is forgotten": Fault(
+        MEMO,
+        "            kept.update(new)\n            new = [part",
+        "            kept.update(new)\n            new = [] and [part",
+        "tests/compiler/test_memo.py",
+    ),
+    "a result stands under the key of before it was made": Fault(
+        MEMO,
+        "        found = self._find(kind, key(), fits)\n",
+        "        known = key()\n        found = self._find(kind, known, fits)\n"
+        "        key = lambda: known\n",
+        "tests/compiler/test_memo.py",
+    ),
+    "each batch of another size is the first of its kind": Fault(
+        SIZES,
+        "            alone = self._first[known] == shapes\n",
+        "            alone = True\n",
+        "tests/compiler/test_sizes.py",
+    ),
+    "a dimension that a graph cannot leave open is asked for again": Fault(
+        SIZES,
+        "self._rigid.get(kind, frozenset()) | fixed",
+        "self._rigid.get(kind, frozenset())",
+        "tests/compiler/test_sizes.py",
+    ),
+    "a graph for any size takes a size of 1": Fault(
+        "fxpipe/passes/tracing/any_size.py",
+        "any(leaf.shape[dim] < 2 for dim in dims)",
+        "any(leaf.shape[dim] < 1 for dim in dims)",
+        "tests/passes/tracing/test_any_size.py",
+    ),
+    "nodes that belong together part in a second graph": Fault(
+        "fxpipe/passes/partition/assignment.py",
+        "            latest = max(placed[name] for name in bond)\n",
+        "            latest = 0\n",
+        "tests/partition/test_partition.py",
+    ),
+    "a copy of an input shares elements as the traced one did": Fault(
+        "fxpipe/kernels/graph.py",
+        "        if size > 1 and stride < extent:\n",
+        "        if size > 1 and stride < 0:\n",
+        "tests/passes/graph/test_layouts.py",
+    ),
+    "a bound of the search is above the best schedule": Fault(
+        "fxpipe/extensions/search/bounds.py",
+        "            idle = max(0.0, wait - _forwards(problem, device))\n",
+        "            idle = max(0.0, wait)\n",
+        "tests/extensions/search",
+    ),
+    "a walk passes a wait for the position before": Fault(
+        "fxpipe/ir/walk.py",
+        "(position if other == row else passed[other]) <= on:",
+        "(position if other == row else passed[other]) < on:",
+        "tests/ir/test_walk.py",
+    ),
+    "a trace begins while a worker of another pipe runs": Fault(
+        "fxpipe/locks.py",
+        "        return all(worker.idle for worker in self._workers)\n",
+        "        return True\n",
+        "tests/test_locks.py",
+    ),
+    "a value may be read after it was freed": Fault(
+        "fxpipe/verify/run.py",
+        "            if buffer in there:\n                there[buffer] = False\n",
+        "",
+        "tests/verify",
+    ),
+    "ignored targets count": Fault(
+        "fxpipe/compiler/loss_weight/terms.py",
+        "        return kept.sum()\n",
+        "        return kept.numel()\n",
+        "tests/loss_weight",
+    ),
+    "a number that is asked twice is asked once": Fault(
+        "fxpipe/compiler/number.py",
+        "return tuple(_answer(question, values) for question in asked.values())",
+        "return tuple(_answer(question, values) for question in [*asked.values()][:1])",
+        "tests/compiler/test_number.py tests/compiler/test_reads.py",
+    ),
+    "an entry that is added to a dictionary is no change": Fault(
+        "fxpipe/compiler/python_state/snapshot.py",
+        "            if length is not None and len(held) != length:\n",
+        "            if False:\n",
+        "tests/python_state",
+    ),
+    "the first half of a backward gives its weight gradients away": Fault(
+        BACKWARD,
+        '            values[self.own("deferred")] = result.deferred\n',
+        '            values[self.own("deferred")] = result.deferred[::-1]\n',
+        "tests/runtime/test_orders.py tests/schedules/test_frozen.py",
+    ),
+}
+
+FAULTS = {**LOWERING, **RUNTIME, **PASSES, **OTHERS}
 
 
 def plant(fault: Fault, copy: Path) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planted import FAULTS, LOWERING, PASSES, ROOT, RUNTIME
+from tests.planted import FAULTS, LOWERING, OTHERS, PASSES, ROOT, RUNTIME
 
 
-def test_there_are_ten_of_each() -> None:
+def test_there_are_as_many_as_the_page_says() -> None:
     assert len(LOWERING) == len(RUNTIME) == len(PASSES) == 10
-    assert len(FAULTS) == 30
+    assert len(OTHERS) == 15
+    assert len(FAULTS) == 45
 
 
 @pytest.mark.parametrize("name", FAULTS)

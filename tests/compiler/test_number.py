@@ -52,6 +52,18 @@ def test_a_comparison_is_asked_again_for_other_values(
     assert answers(asked, [later]) == (function(later * 2 + 1, limit),)
 
 
+def test_each_comparison_is_asked_again() -> None:
+    asked: dict[str, Question] = {}
+    number = _number(2.0, asked)
+    assert number > 1
+    assert not number > 3
+    assert [*map(answers, [asked] * 3, ([2.0], [0.5], [4.0]))] == [
+        (True, False),
+        (False, False),
+        (True, True),
+    ]
+
+
 def test_what_cannot_be_answered_for_other_values_is_told_apart() -> None:
     asked: dict[str, Question] = {}
     assert min(1.0, 1 / _number(2.0, asked)).value == 0.5

@@ -308,6 +308,33 @@ def test_other_graphs_of_a_model_follow_the_first(name: str) -> None:
         assert dict(place_like(reference, reference, assignment).nodes) == dict(assignment.nodes)
 
 
+class Twice(nn.Module):
+    """Two layers with one norm behind both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.b(self.norm(self.a(x))))
+        return out
+
+
+def test_nodes_that_only_training_ties_together_share_a_stage_in_its_graph() -> None:
+    """Of a norm that evaluates, each call may stand on a stage of its own; training writes."""
+    model, x = Twice(), torch.randn(3, 4)
+    reference, traced = front_end(model.eval(), x), front_end(model.train(), x)
+    (second,) = readers(reference)["b.weight"]
+    nodes = in_order(reference)
+    place = nodes.index(second)
+    stages = {node.name: int(index >= place) for index, node in enumerate(nodes)}
+    placed = place_like(traced, reference, Assignment(2, stages))
+    norms = [n.name for n in compute_nodes(traced.graph) if "batch_norm" in str(n.target)]
+    assert len(norms) == 2 and {placed.nodes[name] for name in norms} == {1}
+    assert {placed.nodes[node.name] for node in readers(traced)["a.weight"]} == {0}
+    forward_only(traced, placed)
+
+
 def test_a_simple_split_of_a_model_verifies() -> None:
     traced = front_end(Nested(), torch.randn(3, 4))
     assignment = in_stages(traced, 3)

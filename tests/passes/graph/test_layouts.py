@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 import copy
+import math
+import operator
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
+from fxpipe.kernels.graph import layout
 from tests.helpers.profiles import some
 from tests.oracles import loop
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
+def test_a_copy_has_the_strides_of_the_trace_unless_elements_shared_memory_there(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    strides = tuple(data.draw(st.integers(0, 9)) for _ in sizes)
+    value = torch.arange(math.prod(sizes)).reshape(sizes)
+    places = [sum(map(operator.mul, at, strides)) for at in product(*map(range, sizes))]
+    found = layout(value, strides)
+    if len({*places}) < len(places):
+        assert found == value.stride()
+    assert found in (strides, value.stride())
+    copy_ = torch.empty_strided(sizes, found, dtype=value.dtype).copy_(value)
+    assert torch.equal(copy_, value)  # no element was written over
 
 
 class Turned(nn.Module):
