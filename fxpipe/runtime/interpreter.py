@@ -1,7 +1,7 @@
-"""The interpreter: one dispatch table and one loop over a device's instructions.
+"""The interpreter: one loop over a device's instructions.
 
-It decides nothing. Each instruction has its function in its class; ``Channels`` of the backend move
-values between devices.
+It decides nothing. Each instruction runs as its class says; ``Channels`` of the backend move values
+between devices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from threading import RLock
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,6 @@ from fxpipe.runtime.host import Job
 if TYPE_CHECKING:
     from fxpipe.runtime.backend import Channels
     from fxpipe.runtime.weights.live import Weights
-
-
-_TURN, _NOBODY_ELSE = RLock(), nullcontext()
 
 
 class Stopped(Exception):
@@ -148,11 +144,13 @@ class Machine:
             if self.channels.stopping:
                 raise Stopped
             if not overlaps or self.step + instruction.batch in self.batches:
-                if self.times is None:
-                    HANDLERS[type(instruction)](self, instruction)
+                start = 0 if self.times is None else perf_counter_ns()
+                watched = HANDLERS.get(type(instruction))
+                if watched is None:
+                    instruction.run(self)
                 else:
-                    start = perf_counter_ns()
-                    HANDLERS[type(instruction)](self, instruction)
+                    watched(self, instruction)
+                if self.times is not None:
                     self.times += start, perf_counter_ns()
             self.position += 1
             if type(instruction) is ins.Pause:
@@ -191,11 +189,6 @@ class Machine:
             return ()  # the sums of its home device begin where earlier steps have ended
         return self.weights.started(x.stage)
 
-    def turn(self, stage: int) -> AbstractContextManager[object]:
-        """A lock for modules that several devices call, each with its weights in them."""
-        copied = self.program.copies and self.program.copies_of(stage)
-        return _TURN if copied and self.stages[stage].calls else _NOBODY_ELSE
-
     def room(self, spec: ValueSpec) -> Tensor:
         """Allocate the device's memory for a value."""
         return spec.room(torch.device("cpu"))
@@ -213,14 +206,10 @@ Handler = Callable[[Machine, Any], None]
 """Runs an instruction on a machine."""
 
 
-def _run(machine: Machine, instruction: ins.Instruction) -> None:
+def run_own(machine: Machine, instruction: ins.Instruction) -> None:
+    """Run an instruction as its class says."""
     instruction.run(machine)
 
 
-class _Handlers(dict[type[ins.Instruction], Handler]):
-    def __missing__(self, kind: type[ins.Instruction]) -> Handler:
-        return _run  # of an instruction of somebody's own
-
-
-HANDLERS: dict[type[ins.Instruction], Handler] = _Handlers.fromkeys(ins.OPCODES.values(), _run)
-"""What runs each kind of instruction: its own ``run``, unless somebody watches it."""
+HANDLERS: dict[type[ins.Instruction], Handler] = {}
+"""What runs instructions of a kind in place of their own ``run``, where somebody watches them."""

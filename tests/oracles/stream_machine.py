@@ -23,7 +23,7 @@ from fxpipe.ir.launch import Event
 from fxpipe.ir.plan import Stage
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
-from fxpipe.runtime.interpreter import HANDLERS, Machine, Store
+from fxpipe.runtime.interpreter import Machine, Store
 from tests.oracles.stream_memory import Held, Layout, Memory, layout_of, poison
 from tests.oracles.stream_queues import Drawn, Queues, Threads, Work, WrongOrder
 
@@ -261,7 +261,7 @@ class StreamMachine:
             each.poison()
         machine = self._scratch(device, step)
         machine.store.values = {b: each.read() for b, each in reads.items()}
-        HANDLERS[type(x)](machine, x)
+        x.run(machine)
         if self.random.random() < 0.2:
             self.queues.linger(0.0003)
         for b, each in made.items():
@@ -300,7 +300,7 @@ class StreamMachine:
             source = self.values[self.program.origin(x)]
             machine.store.values[x.buffer] = source[_named(x.buffer, step)]
         elif not isinstance(x, ins.Free):
-            HANDLERS[type(x)](machine, x)
+            x.run(machine)
         for b in x.makes(self.program):
             values[_named(b, step)] = machine.store.values[b]
             self.layouts[device, _named(b, step)] = layout_of(machine.store.values[b])

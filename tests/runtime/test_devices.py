@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import fxpipe
 from fxpipe import InputError
+from fxpipe.ir.instruction import every_opcode
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.backend import Worker
 from tests.helpers.tiny import CUTS, Tiny, batch, soon, within
@@ -120,16 +121,13 @@ def test_threads_share_the_intra_op_threads_and_others_keep_theirs(
         pipe.step(x, target=y)
         assert torch.get_num_threads() == 4
         assert in_new_thread(torch.get_num_threads) == 4
-        table = dict(interpreter.HANDLERS)
 
-        def wrapped(handler: Any) -> Any:
-            def run(machine: Any, instruction: Any) -> None:
-                counts[threading.current_thread().name] = torch.get_num_threads()
-                handler(machine, instruction)
+        def counting(machine: Any, instruction: Any) -> None:
+            counts[threading.current_thread().name] = torch.get_num_threads()
+            instruction.run(machine)
 
-            return run
-
-        monkeypatch.setattr(interpreter, "HANDLERS", {k: wrapped(h) for k, h in table.items()})
+        table = dict.fromkeys(every_opcode().values(), counting)
+        monkeypatch.setattr(interpreter, "HANDLERS", table)
         pipe.step(x, target=y)
     assert counts == {"fxpipe-0": 2, "fxpipe-1": 2}
     assert in_new_thread(torch.get_num_threads) == 4

@@ -17,7 +17,7 @@ from fxpipe import EndedError, ExecutionError
 from fxpipe.ir.instruction import Barrier, Instruction, Pause, Update, every_opcode
 from fxpipe.runtime import interpreter
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.interpreter import Machine
+from fxpipe.runtime.interpreter import Machine, run_own
 from fxpipe.text.program import print_instruction
 from tests.helpers.profiles import deep
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, within
@@ -44,7 +44,7 @@ def failing_at(device: int, position: int, *, after: bool) -> Handlers:
 
         return run
 
-    return {kind: wrapped(HANDLERS[kind]) for kind in every_opcode().values()}
+    return {kind: wrapped(run_own) for kind in every_opcode().values()}
 
 
 def everywhere(pipe: fxpipe.Pipeline) -> Iterator[tuple[int, int, Instruction]]:

@@ -20,7 +20,7 @@ from torch.nn import functional
 import fxpipe
 from fxpipe.ir.instruction import Barrier, every_opcode
 from fxpipe.runtime import interpreter
-from fxpipe.runtime.interpreter import Machine
+from fxpipe.runtime.interpreter import Machine, run_own
 from fxpipe.runtime.weights.live import LiveWeights
 from fxpipe.signals import HeldSignals
 from tests.helpers.one_optimizer import made_by
@@ -40,7 +40,6 @@ from tests.helpers.tiny import (
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are sent as POSIX does")
 
-HANDLERS = interpreter.HANDLERS
 KEPT = "interrupted after the step, whose results are kept"
 
 
@@ -71,7 +70,7 @@ def calling_at(device: int, position: int, call: Callable[[Machine], None]) -> I
 
         return run
 
-    table = {kind: wrapped(HANDLERS[kind]) for kind in every_opcode().values()}
+    table = {kind: wrapped(run_own) for kind in every_opcode().values()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "HANDLERS", table)
         yield

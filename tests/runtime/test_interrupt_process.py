@@ -86,11 +86,11 @@ print("done", flush=True)
 """
 
 SLOW = """
-def slowly(machine, instruction, run=interpreter.HANDLERS[fxpipe.ir.instruction.Backward]):
+def slowly(machine, instruction):
     if machine.device == 1:
         print("armed", flush=True)
         sys.stdin.readline()
-    run(machine, instruction)
+    instruction.run(machine)
 
 pipe.prepare(x, target=y)
 interpreter.HANDLERS[fxpipe.ir.instruction.Backward] = slowly

@@ -87,7 +87,8 @@ class Leaves:
         raise if there is no such submodule."""
         where, around = error.where, list(error.submodules)
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
-            where, around = self.unasked[error.name], called(self.model, error)
+            where = self.unasked[error.name]
+            around = called(self.model, error) or _around(error.name)
             kind = type(self.model).__name__
             error = TraceError(f"{kind} cannot be traced at {where}, and {error}", where)
         named = dict(self.model.named_modules())
@@ -174,6 +175,12 @@ class Leaves:
                 _COST,
                 listed if few else ", ".join(kinds),
             )
+
+
+def _around(name: str) -> list[str]:
+    """The names of the submodules around one, outermost first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _share(model: nn.Module, modules: Iterable[nn.Module]) -> float:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from threading import RLock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,10 @@ class Tape:
         return "held"
 
 
+_turns: WeakKeyDictionary[nn.Module, RLock] = WeakKeyDictionary()
+"""Module → held by the thread that calls it, with the weights of its device in it."""
+
+
 class LeafForward(Called):
     """Calls a leaf module as it is: ``(tensors given, parameters and buffers)`` → the tensors among
     its results, the new values of the buffers that it writes, and what its backward takes."""
@@ -143,7 +149,8 @@ class LeafForward(Called):
         seeded = nullcontext() if seed is None else SeededDraws()
         if seed is not None:
             draw_from(seed, number)
-        with torch.set_grad_enabled(recording), seeded, under(call.casts):
+        turn = _turns.setdefault(self.module, RLock())
+        with turn, torch.set_grad_enabled(recording), seeded, under(call.casts):
             placed = [*map(uncached, inputs)] if call.casts else inputs
             args, kwargs = call.given.filled(placed)
             output = torch.func.functional_call(self.module, tensors, args, kwargs)

@@ -28,7 +28,7 @@ from fxpipe.ir.value import Buffer
 from fxpipe.runtime.backend import Backend, Channels
 from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped
+from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped, run_own
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.accelerator import kind_of
 
@@ -170,7 +170,7 @@ class LaunchingMachine(Machine):
             else:
                 if isinstance(instruction, ins.Free):
                     self.channels.leave(self.named(instruction.buffer))
-                HANDLERS[type(instruction)](self, instruction)
+                HANDLERS.get(type(instruction), run_own)(self, instruction)
 
 
 class StreamBackend(Backend):

@@ -62,8 +62,7 @@ class Forward(Compute):
             store.values[self.own("state")] = list(buffers)
         operands = machine.program.operands[stage, i, batch]
         inputs = [store.values[buffer] for buffer in operands.inputs]
-        with machine.turn(stage):
-            result = machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
+        result = machine.kernel(stage, i, batch).forward(weights, buffers, inputs)
         store.hand_out(operands.outputs, result.outputs)
         for write, value in zip(machine.stages[stage].writes, result.writes, strict=True):
             store.state[write.target] = value
@@ -101,8 +100,7 @@ class Recompute(Compute):
         values, operands = machine.store.values, machine.program.operands[stage, i, batch]
         kept = values.pop(*self.ends(machine.program))
         count = len(machine.stages[stage].buffers)
-        with machine.turn(stage):
-            weights, _ = machine.held(stage, self.version)
-            inputs = kept[count:] or [values[buffer] for buffer in operands.inputs]
-            result = machine.kernel(stage, i, batch).forward(weights, kept[:count], inputs)
+        weights, _ = machine.held(stage, self.version)
+        inputs = kept[count:] or [values[buffer] for buffer in operands.inputs]
+        result = machine.kernel(stage, i, batch).forward(weights, kept[:count], inputs)
         machine.store.keep(operands.saved, result.saved)

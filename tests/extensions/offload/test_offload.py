@@ -220,7 +220,7 @@ def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.Monke
     alone = copy.deepcopy(model)
     expected = loop.train(alone, 4, x, loss=nn.functional.mse_loss, target=y)
     waiting = threading.Semaphore(0)
-    read, handler = FileMemory._read, interpreter.HANDLERS[opcodes.Await]
+    read = FileMemory._read
 
     def late(self: FileMemory, memories: list[Tensor]) -> None:
         waiting.acquire()  # until a device waits for it
@@ -228,7 +228,7 @@ def test_a_backward_waits_until_what_it_needs_is_there(monkeypatch: pytest.Monke
 
     def waits(machine: Any, instruction: opcodes.Await) -> None:
         waiting.release()
-        handler(machine, instruction)
+        instruction.run(machine)
 
     monkeypatch.setattr(FileMemory, "_read", late)
     monkeypatch.setitem(interpreter.HANDLERS, opcodes.Await, waits)

@@ -50,7 +50,7 @@ def plant(kind: type[ins.Instruction], device: int, batch: int, after: Event | N
             if after is not None:
                 after.wait(60)
             raise Planted("planted")
-        HANDLERS[kind](machine, instruction)
+        instruction.run(machine)
 
     interpreter.HANDLERS = {**HANDLERS, kind: failing}
 
@@ -154,7 +154,7 @@ def test_no_stage_has_more_versions_than_its_batches_read_even_if_the_first_stag
     def slow(machine: Machine, instruction: Any) -> None:
         if machine.device == 0:
             time.sleep(0.02)
-        HANDLERS[ins.Update](machine, instruction)
+        instruction.run(machine)
 
     options: dict[str, Any] = {"schedule": "1f1b-async"}
     with compiled(
@@ -189,7 +189,7 @@ def test_a_parameter_changed_by_hand_in_flight_is_refused() -> None:
     def waiting(machine: Machine, instruction: Any) -> None:
         if machine.step + instruction.batch == 2:
             changed.wait(60)  # else the change may fall into an update, which hides it
-        HANDLERS[ins.Update](machine, instruction)
+        instruction.run(machine)
 
     interpreter.HANDLERS = {**HANDLERS, ins.Update: waiting}
     with compiled(model, 3, 3, ADAMW) as pipe:
@@ -255,7 +255,7 @@ def test_ctrl_c_leaves_the_batch_in_flight_and_training_can_go_on(
     pressed: list[int] = []
 
     def interrupting(machine: Machine, instruction: Any) -> None:
-        HANDLERS[kind](machine, instruction)
+        instruction.run(machine)
         if machine.device == 1 and machine.step + instruction.batch == 4 and not pressed:
             pressed.append(4)  # once: the next micro-batch's could strike after the test
             _thread.interrupt_main()
