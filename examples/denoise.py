@@ -20,7 +20,7 @@ from statistics import median
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from skimage import io
 from torch import Tensor, nn
@@ -36,10 +36,14 @@ from examples.unet import UNet
 from fxpipe.extensions.simulator import Simulation
 
 DEVICES = 2
+SKIPPING = 3
+"""Devices of the plan that is drawn: a value that skips a stage is stashed and popped."""
 MICROBATCHES = 8
 BATCH = 16
 SIDE = 48
 STEPS = 160
+COMPILING, PICTURES = 12, 20
+"""How many steps take about as long."""
 
 
 @dataclass
@@ -87,39 +91,51 @@ def main() -> int:
     console = Console(quiet=not first)
     single = unet()
     batches = list(make_batches(arguments.steps))
-    with ExitStack() as stack:
+    with overall(console) as progress, ExitStack() as stack:
+        bar = progress.add_task("compiling", total=len(batches) + COMPILING + PICTURES)
 
         def pipeline(devices: int | DeviceMesh) -> fxpipe.Pipeline:
             return stack.enter_context(compiled(copy.deepcopy(single), devices, batches[0]))
 
-        with console.status("compiling"):
-            pipe = pipeline(mesh or DEVICES)
-            count = len(pipe.devices)
-            where = f"{count} devices" if mesh is None else f"{count} processes"
-            runs = [pipelined(f"fxpipe, {where}", pipe)]
-            if mesh is not None and first:
-                runs.append(pipelined(f"fxpipe, {count} devices", pipeline(count)))
-            if first:
-                runs.append(looped("plain loop, 1 device", single))
-        train(runs, batches, console)
+        pipe = pipeline(mesh or DEVICES)
+        count = len(pipe.devices)
+        where = f"{count} devices" if mesh is None else f"{count} processes"
+        runs = [pipelined(f"fxpipe, {where}", pipe)]
+        if mesh is not None and first:
+            runs.append(pipelined(f"fxpipe, {count} devices", pipeline(count)))
+        if first:
+            runs.append(looped("plain loop, 1 device", single))
+        progress.advance(bar, COMPILING)
+        for loss in train(runs, batches):
+            progress.update(bar, advance=1, description=f"training, loss {loss:.5f}")
         weights = copy.deepcopy(pipe.state_dict(full=True))
         same = all(
             run.losses == runs[0].losses and equal(run.model.state_dict(), weights)
             for run in runs[1:]
         )
+        progress.update(bar, description="drawing")
         measured = pipe.profile(batches[0].image, target=batches[0].noise)
         if not first:
             return 0
-        print(pipe)
-        console.print(comparison(runs))
-        draw(pipe, measured, arguments.output)
-    console.print(denoise(weights, arguments.output / "denoised.png"))
-    console.print(f"Pictures: {arguments.output.resolve()}", soft_wrap=True)
+        three = pipeline(SKIPPING) if count < SKIPPING else pipe  # so that skips pass a stage
+        paths = draw(pipe, three, measured, arguments.output)
+        told = denoise(weights, arguments.output / "denoised.png")
+        progress.advance(bar, PICTURES)
+        table = str(pipe)
+    console.print(comparison(runs), told, sep="\n")
     if same:
         console.print("[green]Equal bit for bit:[/] every loss, every weight, every statistic.")
     else:
         console.print("[red]The trainings differ.[/]")
+    print(table, "", "pictures:", *paths, arguments.output / "denoised.png", sep="\n")
+    print(f"\nnext: {Path(sys.executable).parent / 'fxpipe'} explore explorer.html")
     return 0 if same else 1
+
+
+def overall(console: Console) -> Progress:
+    """The one line that shows how far all is."""
+    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.description}"), console=console)
 
 
 def processes() -> DeviceMesh | None:
@@ -175,18 +191,15 @@ def looped(name: str, model: nn.Module) -> Run:
     return Run(name, model, optimizer, step)
 
 
-def train(runs: list[Run], batches: list[Noisy], console: Console) -> None:
-    """Train all runs on the same batches, one step of each in turn."""
+def train(runs: list[Run], batches: list[Noisy]) -> Iterator[float]:
+    """Train all runs on the same batches, one step of each in turn; yields the losses."""
     rates = [LambdaLR(run.optimizer, lambda k: min(1, 4 * (1 - k / len(batches)))) for run in runs]
-    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as progress:
-        bar = progress.add_task("", total=len(batches))
-        for batch in batches:
-            for run in runs:
-                run.train(batch)
-            for rate in rates:
-                rate.step()
-            progress.update(bar, advance=1, description=f"loss {runs[0].losses[-1]:.5f}")
+    for batch in batches:
+        for run in runs:
+            run.train(batch)
+        for rate in rates:
+            rate.step()
+        yield runs[0].losses[-1]
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -203,17 +216,22 @@ def comparison(runs: list[Run]) -> Table:
     return table
 
 
-def draw(pipe: fxpipe.Pipeline, measured: Simulation, folder: Path) -> None:
-    """Draw the plan, the schedule, the program, and the measured timeline of a step."""
+def draw(
+    pipe: fxpipe.Pipeline, three: fxpipe.Pipeline, measured: Simulation, folder: Path
+) -> list[Path]:
+    """Draw the plan over three devices, and the schedule, the program and the measured timeline of
+    a step. Returns the files that a browser shows."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, picture in (
-        ("plan", pipe.plan.draw()),
-        ("schedule", pipe.schedule.draw()),
-        ("program", pipe.program.draw()),
-        ("timeline", measured.draw()),
-    ):
+    pictures = {
+        "plan": three.plan.draw(),
+        "schedule": pipe.schedule.draw(),
+        "program": pipe.program.draw(),
+        "timeline": measured.draw(),
+    }
+    for name, picture in pictures.items():
         for ending in ("svg", "png"):
             picture.render(folder / f"{name}.{ending}")
+    return [folder / f"{name}.svg" for name in pictures]
 
 
 def denoise(weights: dict[str, Tensor], path: Path) -> str:

@@ -44,6 +44,8 @@ class Engine:
         group: the processes that run the pipe.
         clipping: clips the gradients, by an extension; None if they are not clipped.
         backend: makes what runs programs on the devices.
+        beside: what works beside the steps, by an extension: it has ``check`` and ``close``, which
+            raise what has failed there.
         times: device → gets the times of its instructions; empty unless somebody takes them.
     """
 
@@ -75,6 +77,7 @@ class Engine:
         self._lock = PipeLock(self._workers)
         self.times: list[list[Any]] = []
         self.in_flight: Any = None
+        self.beside: Any = None
         options.group.when_failed(self._call_failed)
 
     @property
@@ -183,6 +186,8 @@ class Engine:
             self.in_flight.check()
         for worker in self._workers:
             worker.check()
+        if self.beside is not None:
+            self.beside.check()
 
     def quiet(self) -> AbstractContextManager[None]:
         """Flush, and return a context manager inside which no other pipe runs anything."""
@@ -225,6 +230,8 @@ class Engine:
         try:
             if not self.progress.ended:
                 self.flush()
+            if self.beside is not None:
+                self.beside.close()
         finally:
             self.closed = True
             if self.progress.stages is not None:

@@ -135,6 +135,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
     "part": {},  # by ``fxpipe.parts``
     "command": {
         "main": f"{_HERE}.cli:main",
+        "explore": f"{_HERE}.explore.command:add_explore",
         "plan": f"{_HERE}.paper.command:add_plan",
     },
 }

@@ -40,8 +40,11 @@ def showing(text: Callable[[], str]) -> Iterator[None]:
 def erases(stream: TextIO | None) -> bool:
     """Whether a carriage return goes back to the start of the line."""
     with suppress(Exception):  # such as a stream that is closed, or somebody's own
-        if stream is not None and type(stream).__module__.startswith("ipykernel."):
+        kind = type(stream).__module__
+        if stream is not None and kind.startswith("ipykernel."):
             return True
+        if kind.startswith("rich."):  # which shows something live, and would put lines above it
+            return False
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     return False
 

@@ -170,6 +170,9 @@ def test_the_demo_trains_equal_to_one_device_and_draws(
     names = ("plan", "schedule", "program", "timeline")
     drawn = {f"{name}.{end}" for name in names for end in ("svg", "png")}
     assert {path.name for path in output.iterdir()} == drawn | {"denoised.png"}
+    assert "stash and pop" in (output / "plan.svg").read_text()
+    table, pictures, command = (told.rindex(x) for x in ("share", str(output), "next: "))
+    assert table < pictures < command > told.rstrip().rindex("\n")  # it ends with them
 
 
 @pytest.mark.deep

@@ -54,8 +54,9 @@ def _refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if tensor is not None and tensor.is_meta and name not in transient:
             raise InputError(
                 f"{prefix + name!r} has no data in this process, which has only a part of the "
-                "model; let every rank call state = pipe.state_dict(full=True), and one of them "
-                "write that: torch.save(state, file), or save_pretrained(folder, state_dict=state)"
+                "model; let every rank call pipe.save_hub(folder), which from_pretrained() reads, "
+                "or pipe.save(folder), a checkpoint, or state = pipe.state_dict(full=True), and "
+                "one of them torch.save(state, file); pipe.state_dict() has this process's part"
             )
 
 
@@ -91,8 +92,9 @@ class _Refusing(TorchDispatchMode):
             if isinstance(leaf, Tensor) and (name := self._missing.get(id(leaf))) is not None:
                 raise InputError(
                     f"{self._method}() of the model computes with {name!r}, which has no data in "
-                    "this process, as that has only a part of the model; let every rank call "
-                    "state = pipe.state_dict(full=True), and give that to a model of one device: "
-                    f"plain.load_state_dict(state), and then plain.{self._method}(...)"
+                    "this process, as that has only a part of the model; give the weights to a "
+                    "model of one device: let every rank call pipe.save_hub(folder) for plain = "
+                    "from_pretrained(folder), or state = pipe.state_dict(full=True) for "
+                    f"plain.load_state_dict(state), and one of them plain.{self._method}(...)"
                 )
         return func(*args, **(kwargs or {}))

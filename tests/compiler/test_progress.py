@@ -8,9 +8,12 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.file_proxy import FileProxy
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -166,3 +169,11 @@ def test_the_first_rank_alone_shows_it(
             pass
         monkeypatch.setattr(pipe._options.group, "rank", 0)
     assert shown == ["fxpipe compiles something"] * (rank == 0)
+
+
+def test_nothing_is_shown_beside_a_live_line_of_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    assert progress.erases(terminal)
+    live: Any = FileProxy(Console(file=terminal), terminal)
+    assert not progress.erases(live)

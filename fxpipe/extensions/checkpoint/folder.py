@@ -21,8 +21,8 @@ import functools
 import os
 import pickle
 import zlib
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path, PurePosixPath
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils._pytree import tree_map_only
 
 from fxpipe.errors import CheckpointError, told
 from fxpipe.extensions.checkpoint.content import (
@@ -96,30 +97,15 @@ def write(
         CheckpointError: the folder cannot hold a value, or cannot be written. An older folder stays
             as it is.
     """
-    try:
-        optimizer, parts = checkpoint.optimizer, _SHARED if group.rank else EVERYTHING
-        states = {} if optimizer is None else optimizer.parameters
-        stated = {name for name, kept in states.items() if kept.state}
-        said = group.exchange("states", (os.path.realpath(path), stated))
-        _refuse_several([place for place, _ in said])
-        own = stated.difference(*(known for _, known in said[: group.rank]))
-        spare = group.column > 0 or (group.replica and not dealt)
-        tensors = _Tensors({} if spare else state, group.rank, apart)
-        if (group.replica or group.column) and optimizer is not None:
-            optimizer = replace(optimizer, parameters={name: states[name] for name in own})
-            checkpoint = replace(checkpoint, optimizer=optimizer)
-            parts = ("optimizer",) if spare else ("parameters", "optimizer")
-        tensors.seal(encode(checkpoint, tensors.add, parts))
+    with naming(path):
+        tensors = Tensors(checkpoint, state, path, group, apart, dealt)
+        values = tensors.sealed(tree_map_only(Tensor, Tensor.cpu, tensors.nested))
         with ExitStack() as stack:
-            unfinished = None
-            if group.rank == 0:
-                _refuse_others(path)
-                unfinished = stack.enter_context(replacing(path, folder=True, shared=shared))
-            writer = Writer(group.exchange("folder", unfinished and str(unfinished))[0])
+            writer = Writer(begun(stack, path, group, shared))
             written = failure = None
             try:
-                if own or not spare:
-                    written = writer.write(tensors.nested, group.rank)
+                if values:
+                    written = writer.write(values, group.rank)
             except (OSError, ValueError, RuntimeError) as error:
                 failure = error  # rank 0 must not remove the folder while others write to it
             files = group.exchange("files", (written, failure is not None))
@@ -130,9 +116,27 @@ def write(
             if group.rank == 0:
                 writer.complete([part for part, _ in files if part is not None])
         group.exchange("checkpoint", None)  # return only once the folder is in place
+
+
+@contextmanager
+def naming(path: Folder) -> Iterator[None]:
+    """Inside, what fails raises CheckpointError, which names the folder."""
+    try:
+        yield
     except (OSError, ValueError, RuntimeError) as error:
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"cannot write the checkpoint {str(path)!r}: {why}") from error
+
+
+def begun(stack: ExitStack, path: Folder, group: Group, shared: bool) -> str:
+    """Where to write a folder, for all processes. On rank 0, it is in place once ``stack`` is
+    closed. Raises OSError."""
+    unfinished = None
+    if group.rank == 0:
+        _refuse_others(path)
+        unfinished = str(stack.enter_context(replacing(path, folder=True, shared=shared)))
+    place: str = group.exchange("folder", unfinished)[0]
+    return place
 
 
 def _refuse_several(places: Sequence[str]) -> None:
@@ -156,48 +160,78 @@ def _refuse_others(path: Folder) -> None:
             )
 
 
-class _Tensors:
-    """The tensors of a folder.
+class Tensors:
+    """The tensors that a process writes to a folder, and a header with everything else.
 
     Attributes:
-        nested: path → tensor, as nested dicts.
+        nested: path → tensor, as nested dicts; empty if this process writes nothing.
     """
 
-    def __init__(self, state: Mapping[str, Any], rank: int, apart: Collection[str]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        state: Mapping[str, Any],
+        path: Folder,
+        group: Group,
+        apart: Collection[str],
+        dealt: bool,
+    ) -> None:
+        """Collect them, on all processes of the group; see ``write``. Raises CheckpointError if the
+        folder cannot hold a value."""
+        optimizer, parts = checkpoint.optimizer, _SHARED if group.rank else EVERYTHING
+        states = {} if optimizer is None else optimizer.parameters
+        stated = {name for name, kept in states.items() if kept.state}
+        said = group.exchange("states", (os.path.realpath(path), stated))
+        _refuse_several([place for place, _ in said])
+        own = stated.difference(*(known for _, known in said[: group.rank]))
+        spare = group.column > 0 or (group.replica and not dealt)
+        if (group.replica or group.column) and optimizer is not None:
+            optimizer = replace(optimizer, parameters={name: states[name] for name in own})
+            checkpoint = replace(checkpoint, optimizer=optimizer)
+            parts = ("optimizer",) if spare else ("parameters", "optimizer")
         self.nested: dict[str, Any] = {}
-        self._state = state
+        self._state = {} if spare else state
         self._apart = apart
-        self._rank = str(rank)
-        self._sums: dict[str, int] = {}
+        self._rank = str(group.rank)
+        self._places: dict[str, tuple[str, ...]] = {}  # name → its path, of those with checksums
+        self._content: Any = None
+        if spare and not own:
+            return
+        self._content = encode(checkpoint, self._add, parts)
+        for name, value in self._state.items():  # tied parameters under their other names, too
+            dense = isinstance(value, Tensor) and value.layout is torch.strided
+            if dense and f"model.{name}" not in self._places:
+                self._put(("model", name), value.detach())
 
-    def add(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
+    def sealed(self, nested: Mapping[str, Any]) -> dict[str, Any]:
+        """Copies of ``nested`` on the CPU, with the header, which has their checksums."""
+        if self._content is None:
+            return {}
+        sums = {}
+        for name, place in self._places.items():
+            tensor: Any = functools.reduce(lambda inner, key: inner[key], place, nested)
+            sums[name] = checksum(name, tensor)
+        header = BytesIO()
+        torch.save({"format": FORMAT, "content": self._content, "crc32": sums}, header)
+        bytes_ = torch.frombuffer(bytearray(header.getvalue()), dtype=torch.uint8)
+        return {**nested, "fxpipe": {self._rank: bytes_}}
+
+    def _add(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
         """Add a tensor; in the header, its number stands for it. Raises CheckpointError if the
         folder cannot hold it."""
         *place, last = self._place(path)
-        while (name := ".".join((*place, last))) in self._sums:  # keys with dots or slashes
+        while (name := ".".join((*place, last))) in self._places:  # keys with dots or slashes
             last += "'"
-        self._sums[name] = checksum(name, self._put((*place, last), as_held(path, tensor)))
-        return torch.tensor(len(self._sums) - 1)
+        self._places[name] = (*place, last)
+        self._put((*place, last), as_held(path, tensor))
+        return torch.tensor(len(self._places) - 1)
 
-    def seal(self, content: Mapping[str, Any]) -> None:
-        """Add the header, and tied parameters under their other names, too."""
-        for name, value in self._state.items():
-            dense = isinstance(value, Tensor) and value.layout is torch.strided
-            if dense and f"model.{name}" not in self._sums:
-                self._put(("model", name), value.detach())
-        header = BytesIO()
-        torch.save({"format": FORMAT, "content": content, "crc32": self._sums}, header)
-        self.nested["fxpipe"] = {
-            self._rank: torch.frombuffer(bytearray(header.getvalue()), dtype=torch.uint8)
-        }
-
-    def _put(self, place: tuple[str, ...], tensor: Tensor) -> Tensor:
+    def _put(self, place: tuple[str, ...], tensor: Tensor) -> None:
         *outer, last = place
         inner = self.nested
         for key in outer:
             inner = inner.setdefault(key, {})
-        inner[last] = kept = tensor.cpu()
-        return kept
+        inner[last] = tensor
 
     def _place(self, path: tuple[str, ...]) -> tuple[str, ...]:
         """Map a tensor's path in the checkpoint to its path in the folder."""
@@ -342,9 +376,14 @@ class Writer(FileSystemWriter):
             whole.planner_data |= metadata.planner_data
             for index, place in metadata.storage_data.items():
                 results.append(WriteResult(index, 0, place))
-        for name in dict.fromkeys(result.storage_data.relative_path for result in results):
+        self.refuse_missing([result.storage_data.relative_path for result in results])
+        self.finish(whole, [results])
+
+    def refuse_missing(self, names: Sequence[str]) -> None:
+        """Raise OSError if one of these files is missing, the first of which is this process's."""
+        for name in dict.fromkeys(names):
             if not (Path(self.path) / name).exists():
-                if name == results[0].storage_data.relative_path:
+                if name == names[0]:
                     raise OSError(
                         f"{str(self.path)!r}, where it was written, was removed or emptied "
                         "meanwhile; let nothing clear that folder, and save again"
@@ -353,7 +392,6 @@ class Writer(FileSystemWriter):
                     f"the file {name!r} of another process is not there; give a folder that all "
                     "of them reach under the same path"
                 )
-        self.finish(whole, [results])
 
     def storage_meta(self) -> StorageMeta | None:
         """None: DCP's would hold a path object, which another Python may be unable to unpickle."""

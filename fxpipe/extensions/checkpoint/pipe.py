@@ -71,7 +71,12 @@ def restore(pipe: Pipeline, path: str | os.PathLike[str]) -> Any:
 
 @locked
 def save(
-    pipe: Pipeline, folder: str | os.PathLike[str], extra: Any = None, *, shared: bool = False
+    pipe: Pipeline,
+    folder: str | os.PathLike[str],
+    extra: Any = None,
+    *,
+    shared: bool = False,
+    wait: bool = True,
 ) -> None:
     """Write to a folder all that training needs to go on as if not interrupted. Flushes first.
 
@@ -94,15 +99,22 @@ def save(
         shared: give the folder and its files the permissions that the umask allows, as ranks of
             several users need it; otherwise only this user may read and write them (modes 0700 and
             0600). That of rank 0 counts.
+        wait: whether to return only once the folder is in place. Otherwise ``save`` copies
+            everything to host memory, and DCP's own thread writes it while training goes on, as
+            ``async_save`` does; the next ``save``, ``load`` and ``close`` wait for it.
 
     Raises:
         CheckpointError: the folder cannot be written, or cannot hold ``extra``; an older
-            checkpoint stays as it is.
+            checkpoint stays as it is. After ``wait=False``, the next ``step``, ``save``, ``load``
+            or ``close`` raises it, once, before it does anything else.
+        InputError: ``wait=False`` over ranks, and this PyTorch has no gloo.
         RankError: another rank failed in this way, or is gone.
     """
     with pipe._group.calling("save"):
         from fxpipe.extensions.checkpoint import folder as folders  # slow to import
 
+        if (saving := pipe._engine.beside) is not None:
+            saving.wait()
         pipe._engine.flush()
         changed = any(pipe._group.exchange("changes", pipe._engine.progress.changed))
         own = pipe._owned()
@@ -116,7 +128,15 @@ def save(
         named = pipe._model.named_parameters(remove_duplicate=False)
         apart = {name for name, parameter in named if parameter in others}
         dealt = own is not None and own.shared
-        folders.write(saved, state, folder, pipe._group, apart, shared=shared, dealt=dealt)
+        if wait:
+            folders.write(saved, state, folder, pipe._group, apart, shared=shared, dealt=dealt)
+            return
+        from fxpipe.extensions.checkpoint.background import Saving
+
+        with folders.naming(folder):
+            tensors = folders.Tensors(saved, state, folder, pipe._group, apart, dealt)
+        pipe._engine.beside = saving or Saving()
+        pipe._engine.beside.begin(tensors, folder, pipe._group, shared=shared)
 
 
 @locked
@@ -144,6 +164,8 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
     with pipe._group.calling("load"):
         from fxpipe.extensions.checkpoint import folder as folders  # slow to import
 
+        if pipe._engine.beside is not None:
+            pipe._engine.beside.wait()
         pipe._engine.flush_unless_ended()
         there = pipe._group.exchange("folder", folders.exists(folder))
         if not must_exist and not any(there):

@@ -17,7 +17,7 @@ from fxpipe.extensions.draw.picture import BOLD_FONT, INK, PAPER, PLACED, Pictur
 Point = tuple[float, float]
 Align = Literal["left", "centre", "right"]
 
-_POINTS_PER_INCH = 72
+POINTS_PER_INCH = 72
 _PARTED = 3.0
 _HEAD = 4.5
 _HEAD_OF_SIZE_1 = 10
@@ -171,6 +171,6 @@ def _place(corner: Point, width: float, height: float) -> dict[str, str]:
     x, y = corner[0] + width / 2, corner[1] + height / 2
     return {
         "pos": f"{x:.6g},{-y:.6g}",
-        "width": f"{width / _POINTS_PER_INCH:.5g}",
-        "height": f"{height / _POINTS_PER_INCH:.5g}",
+        "width": f"{width / POINTS_PER_INCH:.5g}",
+        "height": f"{height / POINTS_PER_INCH:.5g}",
     }

@@ -134,6 +134,8 @@ def _stderr_kept() -> Iterator[None]:
 FONT = "Helvetica"
 """A core font of PDF; systems that lack it replace it by another sans-serif."""
 BOLD_FONT = "Helvetica-Bold"
+SIZE = 10.0
+"""Of a font, in points, where nothing else is said."""
 
 _WIDTH = re.compile(r'<svg width="([0-9.]+)pt" height="([0-9.]+)pt"')
 _PAGE, _SHRUNK = 690.0, 0.65
@@ -224,7 +226,7 @@ class Picture(graphviz.Digraph):  # type: ignore[misc]
 
 def blank(name: str, **graph: str) -> Picture:
     """An empty picture in the library's style; ``graph`` are further attributes of the graph."""
-    text = {"fontname": FONT, "fontsize": "10", "fontcolor": INK}
+    text = {"fontname": FONT, "fontsize": f"{SIZE:g}", "fontcolor": INK}
     return Picture(
         name,
         format="svg",
@@ -236,10 +238,11 @@ def blank(name: str, **graph: str) -> Picture:
 
 def quoted(text: str) -> str:
     """A label that shows exactly ``text``: its escapes, entities and markup are quoted."""
-    lines = [graphviz.escape(_printable(line).replace("&", "&amp;")) for line in text.split("\n")]
+    lines = [graphviz.escape(printable(line).replace("&", "&amp;")) for line in text.split("\n")]
     label: str = graphviz.nohtml(r"\n".join(lines))
     return label
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """The text with a mark in place of each character that fonts do not show."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from html import escape
 from itertools import pairwise
 from math import prod
 from typing import Any
 
+from fxpipe.extensions.draw.canvas import POINTS_PER_INCH, text_width
 from fxpipe.extensions.draw.chart import FaultMarks, marks_of
 from fxpipe.extensions.draw.picture import (
     FAINT,
@@ -14,9 +16,11 @@ from fxpipe.extensions.draw.picture import (
     FORWARD,
     INK,
     INPUT,
+    SIZE,
     SKIP,
     Picture,
     blank,
+    printable,
     quoted,
     tint,
 )
@@ -45,10 +49,9 @@ def draw_plan(plan: Plan) -> Picture:
         share = f"{100 * seconds[at] / sum(seconds):.0f} % of the work" if seconds[1:] else ""
         picture.node(
             f"stage{stage.index}",
-            label=_left(_stage(stage, share)),
+            **_box(_stage(stage, share), 0.1),
             style="filled",
             fillcolor=tint(FORWARD, 1, 2),
-            margin="0.1,0.05",
             **(_RED if f"stage {stage.index}" in wrong else {}),
         )
     near = {(edge.source, edge.target) for edge in plan.edges}
@@ -73,7 +76,7 @@ def draw_plan(plan: Plan) -> Picture:
             ways.setdefault((f"stage{edge.source}", f"stage{edge.target}", False), []).append(edge)
     for (tail, head, gradient), edges in ways.items():
         _draw_way(picture, plan, tail, head, gradient, edges, wrong)
-    picture.graph_attr.update(label=_left(_caption(plan, marks)), labeljust="l")
+    picture.graph_attr.update(label=_table(_caption(plan, marks)), labeljust="l")
     picture.graph_attr["fontcolor"] = FAULT if marks.faults else INK
     return picture
 
@@ -114,8 +117,8 @@ def _arguments(stage: Stage, arguments: Sequence[Argument], word: str) -> str:
 
 def _draw_value(picture: Picture, plan: Plan, node: str, word: str, edge: Edge) -> None:
     """Draw an input from the caller or an output to it."""
-    style = {"style": "filled,rounded", "fillcolor": INPUT, "color": FAINT, "margin": "0.08,0.03"}
-    picture.node(node, label=_left([word, _value(plan, edge)]), **style)
+    style = {"style": "filled,rounded", "fillcolor": INPUT, "color": FAINT}
+    picture.node(node, **_box([word, _value(plan, edge)], 0.08), **style)
 
 
 def _draw_way(
@@ -136,10 +139,10 @@ def _draw_way(
         total = f", {bytes_text(sum(known))}" if len(known) == len(sizes) else ""
         rows.append(f"… and {len(rest)} more{total}")
     if edges[0].kind == "skip":
-        rows.insert(0, "past stages")
+        rows.insert(0, "stash and pop")
         attributes = {"style": "dashed", "color": SKIP, "weight": "1"}
     if HOST not in (edges[0].source, edges[0].target):
-        attributes["label"] = _left(f"  {row}" for row in rows)  # apart from the arrow
+        attributes["label"] = _table(rows, "&#160; ")  # apart from the arrow
     if gradient:
         attributes |= {"dir": "both", "arrowtail": "odot"}
     if any(f"edge {edge}" in wrong or f"value {edge.value}" in wrong for edge in edges):
@@ -161,7 +164,7 @@ def _caption(plan: Plan, marks: FaultMarks) -> list[str]:
     counts = f"{plural(len(plan.stages), 'stage')} · {plural(parameters, 'parameter')}"
     meanings = []
     if any(edge.kind == "skip" for edge in plan.edges):
-        meanings.append("dashed: past the stages between")
+        meanings.append("dashed: stashed and popped, past the stages between")
     if plan.gradients:
         meanings.append("ring: a gradient comes back")
     if plan.specs:
@@ -170,6 +173,21 @@ def _caption(plan: Plan, marks: FaultMarks) -> list[str]:
         ratio = max(seconds) * len(seconds) / sum(seconds)
         meanings.append(f"slowest stage: {ratio:.2f} times the mean")
     return [counts, " · ".join(meanings), *marks.listed]
+
+
+def _box(rows: Sequence[str], margin: float) -> dict[str, str]:
+    """The label of a box, which has room for it in a wide font, too; the margin is in inches."""
+    wide = max(text_width(row, SIZE) for row in rows if row) / POINTS_PER_INCH + 2 * margin
+    return {"label": _left(rows), "width": f"{wide:.3f}", "margin": f"{margin},{margin / 2:g}"}
+
+
+def _table(rows: Iterable[str], indent: str = "") -> str:
+    """A label of these lines, but for empty ones, that has room for them likewise."""
+    shown = [printable(row) for row in rows if row]
+    wide = max(text_width(indent + row, SIZE) for row in shown)
+    cells = "".join(f'<TR><TD ALIGN="LEFT">{indent}{escape(row)}</TD></TR>' for row in shown)
+    room = f'BORDER="0" CELLBORDER="0" CELLSPACING="0" CELLPADDING="0" WIDTH="{wide:.0f}"'
+    return f"<<TABLE {room}>{cells}</TABLE>>"
 
 
 def _left(rows: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fxpipe.errors import VerificationError
+from fxpipe.extensions.draw.canvas import text_width
 from fxpipe.extensions.draw.picture import FAULT, SKIP, Picture
 from fxpipe.extensions.draw.plan import draw_plan
 from fxpipe.extensions.tables import count_text, lines, runs, time_text
@@ -67,10 +68,10 @@ def test_stages_side_by_side_are_drawn_beside_each_other() -> None:
     assert float(heights["0"]) < float(heights["1"]) < float(heights["3"])
 
 
-def test_skips_are_dashed_and_say_that_they_go_past_stages() -> None:
+def test_skips_are_dashed_and_say_that_they_are_stashed_and_popped() -> None:
     picture = draw_plan(skipping(4))
     skip = arrow(picture, "stage0", "stage3")
-    assert "past stages" in skip
+    assert "stash and pop" in skip
     assert skip.count("stroke-dasharray") == 2  # h has a gradient and size has none
     assert SKIP.lower() in skip
     assert "stroke-dasharray" not in arrow(picture, "stage0", "stage1")
@@ -239,3 +240,22 @@ def test_a_fault_of_a_node_marks_its_stage() -> None:
     first, second = draw_plan(plan).body[:2]
     assert FAULT not in first
     assert FAULT in second
+
+
+def test_text_stays_in_its_box_in_a_font_as_wide_as_dejavu_sans() -> None:
+    drawn = draw_plan(skipping(4)).pipe("svg", encoding="utf-8")
+    right = float(re.findall(r'viewBox="0.00 0.00 ([0-9.]+)', drawn)[0])
+    shift = float(re.findall(r"translate\(([0-9.]+)", drawn)[0])
+    for node in re.findall(r'<g id="node.*?</g>', drawn, re.DOTALL):
+        shape = re.findall(r'(?:points| d)="([^"]*)"', node)[0]
+        edge = max(float(x) for x in re.findall(r"(-?[0-9.]+),-?[0-9.]+", shape))
+        lines = re.findall(r'x="([^"]*)"[^>]*>([^<]*)</text>', node)
+        assert lines
+        for x, text in lines:
+            assert float(x) + text_width(unescape(text), 10) <= edge, text
+    caption = re.findall(
+        r'<text[^>]* x="([^"]*)"[^>]*>([^<]*(?:parameter|dashed)[^<]*)</text>', drawn
+    )
+    assert any("dashed" in text for _, text in caption)
+    for x, text in caption:
+        assert shift + float(x) + text_width(unescape(text), 10) <= right

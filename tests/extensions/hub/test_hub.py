@@ -113,6 +113,40 @@ def test_a_rank_reads_and_writes_its_own_stages_alone(tmp_path: Path) -> None:
     )
 
 
+def generated(model: Any) -> Any:
+    words = torch.ones(1, 4).long()
+    return model.generate(words, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+
+def asked_of_a_part(mesh: Any, folder: Path) -> tuple[list[str], Tensor]:
+    """What is said of calls that need the whole model, and what those say in turn generate."""
+    model, words, said = written(folder / str(mesh.get_rank())), torch.ones(2, 4).long(), []
+    with compiled(model, mesh) as pipe:
+        pipe.step(input_ids=words, labels=words)
+        whole: Any = pipe
+        calls: list[Any] = [
+            lambda: whole.save_pretrained(folder / "refused"),
+            lambda: generated(whole),
+            lambda: torch.save(model.state_dict(), folder / "refused.pt"),
+        ]
+        for call in calls:
+            with pytest.raises(InputError) as error:
+                call()
+            said.append(str(error.value))
+        pipe.save_hub(folder / "whole")
+    return said, generated(transformers.LlamaForCausalLM.from_pretrained(folder / "whole"))
+
+
+def test_over_ranks_what_needs_the_whole_model_is_refused_with_a_line_that_works(
+    tmp_path: Path,
+) -> None:
+    expected = generated(written(tmp_path / "model"))
+    for said, tokens in on_ranks(2, asked_of_a_part, tmp_path):
+        assert all("pipe.save_hub(folder)" in line for line in said)
+        assert torch.equal(tokens, expected)
+    assert not (tmp_path / "refused.pt").exists()
+
+
 def lose_a_file(folder: Path) -> None:
     next(iter(sorted(folder.glob("*.safetensors")))).unlink()
 
