@@ -39,9 +39,7 @@ class ModelPart:
         sums: half → the bytes that tensor parallelism sums, and how often.
         saved: bytes that its forward keeps.
         deferred: bytes that the products of weight gradients read.
-        elements: of parameters.
-        parameters: their bytes.
-        trained: the bytes of those with gradients.
+        tensors: of each parameter the elements, the bytes of one, and whether it has a gradient.
     """
 
     name: str
@@ -50,9 +48,22 @@ class ModelPart:
     sums: dict[Half, tuple[float, int]] = field(default_factory=dict)
     saved: float = 0.0
     deferred: float = 0.0
-    elements: float = 0.0
-    parameters: float = 0.0
-    trained: float = 0.0
+    tensors: list[tuple[float, int, bool]] = field(default_factory=list)
+
+    @property
+    def elements(self) -> float:
+        """Of all parameters."""
+        return sum(elements for elements, _, _ in self.tensors)
+
+    @property
+    def parameters(self) -> float:
+        """Their bytes."""
+        return sum(elements * size for elements, size, _ in self.tensors)
+
+    @property
+    def trained(self) -> float:
+        """The bytes of those with gradients."""
+        return sum(elements * size for elements, size, trained in self.tensors if trained)
 
     @property
     def work(self) -> float:
@@ -224,9 +235,7 @@ class Profile:
         for name, (elements, itemsize, trained) in counted.parameters.items():
             part = parts[home(name.rpartition(".")[0])]
             by = divided(name.rpartition(".")[0])
-            part.elements += elements / by
-            part.parameters += elements * itemsize / by
-            part.trained += trained * elements * itemsize / by
+            part.tensors.append((elements / by, itemsize, trained))
         made = {kept.storage: kept for kept in counted.made}
         for path, storage, size in counted.saved:
             maker = made[storage].path if storage in made else path
