@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import InputError, near
 from fxpipe.extensions.paper.counting import Counted, Half, count
 from fxpipe.extensions.paper.device import Device
+from fxpipe.extensions.paper.operations import warn_of
 
 STYLES = ("columns", "rows", "columns/rows", "sequence")
 """How the devices of a tensor-parallel group divide a submodule: its parameters by columns, whose
@@ -170,6 +171,7 @@ class Profile:
         self.samples = leaves[0].shape[0]
         check_tensors(model, tensors)
         self._counted: dict[int, Counted] = {}
+        self._told: frozenset[str] = frozenset()
         self._parts: dict[tuple[int, int, Device], ModelParts] = {}
 
     def counted(self, samples: int) -> Counted:
@@ -186,9 +188,10 @@ class Profile:
                 args, kwargs, targets = given
                 loss = self._loss
                 ends = None if loss is None else (lambda out: loss(out, *targets))
-                self._counted[samples] = count(
-                    self._model, args, kwargs, ends, samples, sums=self._sums
-                )
+                found = count(self._model, args, kwargs, ends, samples, sums=self._sums)
+            warn_of(found.uncounted - self._told)
+            self._told |= found.uncounted
+            self._counted[samples] = found
         return self._counted[samples]
 
     def parts(self, samples: int, group: int, device: Device) -> ModelParts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.oracles.replicated_loop import ReplicatedLoop
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("one_thread")]
 
 LAYERS = 6
-STEPS = 3
+STEPS = 2
 SMALL = Device(
     flops=1e9,
     bandwidth=1e9,
@@ -52,10 +52,18 @@ def planned(device: Device = SMALL, devices: int = 4, **options: Any) -> Ranking
     )
 
 
-def tight(share: float, **options: Any) -> Ranking:
-    """A plan for devices that have this share of the memory that the best way would take."""
-    most = planned(**{**options, "recompute": False})[0].memory
-    return planned(replace(SMALL, memory=share * most), **options)
+def ways_of(*asked: dict[str, Any]) -> list[Way]:
+    """The ways of some plans. With a ``share``, devices have that share of the memory that the best
+    way takes that keeps all."""
+    found: list[Way] = []
+    for given in asked:
+        options = dict(given)
+        share, device = options.pop("share", 0), SMALL
+        if share:
+            most = planned(**{**options, "recompute": False})[0].memory
+            device = replace(SMALL, memory=share * most)
+        found += planned(device, **options)
+    return found
 
 
 def looped(replicas: int, microbatches: int, delay: int) -> dict[str, torch.Tensor]:
@@ -70,22 +78,24 @@ def looped(replicas: int, microbatches: int, delay: int) -> dict[str, torch.Tens
     return found | copy.deepcopy(model.state_dict())
 
 
-def trained(_: DeviceMesh, ways: list[Way]) -> list[dict[str, Any]]:
-    """Losses and weights of each way, on this rank."""
+def trained(_: DeviceMesh, asked: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses and weights of each way, on this rank, which plans for itself."""
     found = []
-    for way in ways:
-        mesh, model = way.device_mesh("cpu"), made(layers=LAYERS)
+    meshes: dict[str, DeviceMesh] = {}
+    for way in ways_of(*asked):
+        mesh = meshes.setdefault(str(way.layout), way.device_mesh("cpu"))
+        model = made(layers=LAYERS)
         if way.layout.group > 1:
             parallelize_module(model, mesh["tp"], plan_of(LAYERS, ("attention", "mlp")))
         x, y = (each.chunk(way.layout.replicas) for each in data())
         replica = mesh["dp"].get_local_rank()
         with fxpipe.compile(model, mesh, **way.options) as pipe:
-            assert len(pipe.plan.stages) == len(way.begins) + 1
             seen: dict[str, Any] = {
                 f"loss {step}": pipe.step(x[replica], target=y[replica]).clone()
                 for step in range(STEPS)
             }
             pipe.flush()
+            assert len(pipe.plan.stages) == len(way.begins) + 1
             kinds = pipe.schedule.kinds
             assert ("R" in kinds) == (way.recompute != "never")
             assert ("O" in kinds) == (way.offload != "never")
@@ -93,28 +103,34 @@ def trained(_: DeviceMesh, ways: list[Way]) -> list[dict[str, Any]]:
     return found
 
 
-def assert_trains_as_the_loop(ways: list[Way], devices: int = 4) -> None:
-    every = on_ranks(devices, trained, ways)
+def assert_trains_as_the_loop(*asked: dict[str, Any], devices: int = 4) -> list[Way]:
+    ways, every = ways_of(*asked), on_ranks(devices, trained, asked)
     for way, *found in zip(ways, *every, strict=True):
         delay = max(way.candidate.recipe(way.layout.stages, 4).delays)
         expected = looped(way.layout.replicas, way.candidate.microbatches, delay)
         for seen in found:
             near(seen, expected, str(way))
+    return ways
 
 
 def test_the_best_ways_over_replicas_and_stages_train_as_the_loop() -> None:
-    ways = [*planned(dp=2), *planned(pp=4, keep=4)]
-    assert len({way.candidate.recipe.name for way in ways}) > 4
+    ways = assert_trains_as_the_loop({"dp": 2, "keep": 3}, {"pp": 4, "keep": 3})
+    assert len({way.candidate.recipe.name for way in ways}) > 3
     assert {way.sharding for way in ways} == {"never", "zero2"}
-    assert_trains_as_the_loop(ways)
 
 
-def test_ways_with_tensor_parallelism_train_as_the_loop() -> None:
-    assert_trains_as_the_loop([*planned(tp=2, keep=6)])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ways_with_tensor_parallelism_train_as_the_loop(stages: int) -> None:
+    (layout,) = {
+        way.layout for way in assert_trains_as_the_loop({"tp": 2, "pp": stages, "keep": 3})
+    }
+    assert layout.shape == {"dp": 2 // stages, "pp": stages, "tp": 2}
 
 
-def test_a_way_with_replicas_stages_and_tensor_parallelism_trains_as_the_loop() -> None:
-    assert_trains_as_the_loop([*planned(devices=8, dp=2, tp=2, keep=3)], 8)
+def test_ways_with_replicas_stages_and_tensor_parallelism_train_as_the_loop() -> None:
+    asked = {"devices": 8, "dp": 2, "tp": 2, "keep": 2}
+    (layout,) = {way.layout for way in assert_trains_as_the_loop(asked, devices=8)}
+    assert layout.shape == {"dp": 2, "pp": 2, "tp": 2}
 
 
 SETTINGS: Mapping[str, dict[str, Any]] = {
@@ -126,13 +142,12 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_replicas_share_and_delayed_weights_train_as_the_loop(name: str) -> None:
-    ways = [*planned(dp=2, keep=3, **SETTINGS[name])]
-    assert all(way.sharding == SETTINGS[name].get("sharding", "zero1") for way in ways)
-    assert_trains_as_the_loop(ways)
+    ways = assert_trains_as_the_loop({"dp": 2, "keep": 2, **SETTINGS[name]})
+    assert {way.sharding for way in ways} == {SETTINGS[name].get("sharding", "zero1")}
 
 
 def test_ways_that_recompute_or_offload_train_as_the_loop() -> None:
-    ways = [*tight(0.6, pp=4, keep=3), *tight(0.7, pp=4, keep=3, recompute=False, offload=True)]
-    assert any(way.recompute != "never" for way in ways)
+    less = {"pp": 4, "keep": 3, "share": 0.6}
+    ways = assert_trains_as_the_loop(less, {**less, "recompute": False, "offload": True})
+    assert any(isinstance(way.recompute, dict) for way in ways)
     assert any(way.offload != "never" for way in ways)
-    assert_trains_as_the_loop(ways)
