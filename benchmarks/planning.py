@@ -38,6 +38,7 @@ def main() -> int:
         example=((tokens,), {"target": tokens}),
         loss=loss,
         tensors=TENSORS,
+        optimizer=torch.optim.AdamW,
         held=(4, 12),
     )
     print(found)

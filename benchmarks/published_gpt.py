@@ -150,7 +150,7 @@ def _joined(parts: list[ModelPart]) -> ModelPart:
         for half, (size, times) in part.sums.items():
             before = whole.sums.get(half, (0.0, 0))
             whole.sums[half] = before[0] + size, before[1] + times
-        for name in ("saved", "deferred", "elements", "parameters"):
+        for name in ("saved", "deferred", "tensors"):
             setattr(whole, name, getattr(whole, name) + getattr(part, name))
     return whole
 

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError, told
 from fxpipe.extensions.paper.operations import Operation, operation, uncounted
-from fxpipe.log import LOGGER
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 Half = Literal["F", "I", "W"]
@@ -121,8 +120,6 @@ def count(
             "a model whose code reads no values, with all tensors of its forward on the device of "
             "its inputs"
         ) from error
-    for name in sorted(counting.found.uncounted):
-        LOGGER.info("%s: torch counts no FLOPs of it; only its bytes count", name)
     return counting.found
 
 

@@ -84,6 +84,8 @@ class Device:
                 continue
             if not isinstance(value, Real) or isinstance(value, bool) or not float(value) > 0:
                 raise InputError(f"{name} of a device is {value!r}; give a number above 0")
+            if name in ("flops", "single", "efficiency", "streaming") and float(value) == inf:
+                raise InputError(f"{name} of a device is {value!r}; give a finite number above 0")
         for name in ("units", "launch", "context"):
             value = getattr(self, name)
             if (

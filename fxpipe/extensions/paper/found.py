@@ -4,21 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxpipe.extend import find
 from fxpipe.extensions.paper.layouts import Layout
+from fxpipe.extensions.planner.bounds import ALWAYS
 from fxpipe.extensions.planner.candidates import Candidate
 from fxpipe.extensions.tables import plain_table, table_text, time_text
 from fxpipe.formatting import bytes_text
+from fxpipe.passes.schedule import Recompute
+
+Sharded = Literal["never", "zero1", "zero2", "zero3"]
+"""What replicas share: nothing, the optimizer's state, gradients, too, or weights, too."""
 
 _SMALL = 0.02
 """Causes that take a smaller share of a step are not named."""
 
 _SHOWN = 3
 """How many of the ways that lost are shown, of the slower ones and of those that do not fit."""
+
+
+def sharding_by(sharding: Sharded) -> Any:
+    """The extension for ``compile`` with which replicas share this; None for nothing."""
+    if sharding in ("zero2", "zero3"):
+        return find("public", "Sharding")(sharding)
+    return find("public", "Replicas")(shard_optimizer=True) if sharding == "zero1" else None
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class Way:
         mfu: the share of the devices' peak FLOPs that the model's products make up.
         waits: cause → the share of a step that devices do not compute for it, in the mean.
         begins: the submodules at which the stages after the first begin.
-        sharded: whether replicas share the state of the optimizer.
+        sharding: what replicas share.
         given: arguments of ``compile`` that the plan was given.
     """
 
@@ -46,7 +58,7 @@ class Way:
     mfu: float
     waits: Mapping[str, float]
     begins: tuple[str, ...]
-    sharded: bool
+    sharding: Sharded
     given: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -55,8 +67,10 @@ class Way:
         return len(self.candidate.recipe.place(self.layout.stages)) // self.layout.stages
 
     @property
-    def recompute(self) -> str:
-        return self.candidate.recompute[0]
+    def recompute(self) -> Recompute | dict[int, Recompute]:
+        """As an argument of ``compile``."""
+        modes = self.candidate.recompute
+        return modes[0] if len({*modes}) == 1 else dict(enumerate(modes))
 
     @property
     def offload(self) -> str:
@@ -66,8 +80,8 @@ class Way:
     def options(self) -> dict[str, Any]:
         """The arguments of ``compile`` besides the model and the mesh."""
         extensions = []
-        if self.sharded:
-            extensions.append(find("public", "Replicas")(shard_optimizer=True))
+        if self.sharding != "never":
+            extensions.append(sharding_by(self.sharding))
         if self.offload != "never":
             extensions.append(find("extension", "offload")(self.offload))
         return {
@@ -87,10 +101,8 @@ class Way:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh for ``compile``: replicas and stages, of this process's place in its group."""
-        mesh = self.device_mesh()
-        names = tuple(name for name in self.layout.shape if name != "tp")
-        return mesh[names] if self.layout.group > 1 else mesh
+        """The mesh for ``compile``, of CUDA devices; ``device_mesh("cpu")`` makes one of others."""
+        return self.device_mesh()
 
     @property
     def limit(self) -> str:
@@ -103,8 +115,16 @@ class Way:
         if self.chunks > 1:
             text += f", {self.chunks} stages a device"
         text += f", {self.candidate.microbatches} × {self.samples} samples"
-        text += ", recomputing" * (self.recompute != "never")
+        text += f", {self.sharding}" * (self.sharding != "never")
+        if self.recompute != "never":
+            text += ", recomputing" + self._some
         return text + ", offloading" * (self.offload != "never")
+
+    @property
+    def _some(self) -> str:
+        """How many stages recompute, if not all do."""
+        modes = self.candidate.recompute
+        return "" if isinstance(self.recompute, str) else f" {modes.count(ALWAYS)} of {len(modes)}"
 
 
 class Ranking(Sequence[Way]):
@@ -132,7 +152,8 @@ class Ranking(Sequence[Way]):
     def __str__(self) -> str:
         """A table of the ways, and why the next ones lost."""
         table = plain_table()
-        for heading in ("", "dp × pp × tp", "schedule", "micro-batches", "recompute"):
+        headings = "", "dp × pp × tp", "schedule", "micro-batches", "sharding", "recompute"
+        for heading in headings:
             table.add_column(heading)
         for heading in ("step", "memory", "MFU"):
             table.add_column(heading, justify="right")
@@ -147,7 +168,9 @@ class Ranking(Sequence[Way]):
                 f"{layout.replicas} × {layout.stages} × {layout.group}",
                 name,
                 f"{candidate.microbatches} × {way.samples}",
-                way.recompute + ", offload" * (way.offload != "never"),
+                way.sharding,
+                (way.recompute if isinstance(way.recompute, str) else way._some.strip())
+                + ", offload" * (way.offload != "never"),
                 time_text(way.seconds),
                 bytes_text(way.memory),
                 f"{way.mfu:.0%}",

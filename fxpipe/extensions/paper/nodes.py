@@ -9,12 +9,11 @@ from typing import Any
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.extensions.paper.operations import Operation, operation, uncounted
+from fxpipe.extensions.paper.operations import Operation, operation, uncounted, warn_of
 from fxpipe.ir.called import Called
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import BYTES, ORIGIN, Traced
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.log import LOGGER
 from fxpipe.passes.partition.measure import NodeCost
 
 
@@ -36,11 +35,7 @@ def operations_of(
     unknown = Counter[str]()
     graphs = kernel.forward_graph, stage.backward, stage.input_grad, stage.weight_grad
     parts = [{} if g is None else _by_origin(g, seconds, unknown) for g in graphs]
-    if unknown:
-        LOGGER.warning(
-            "torch counts no FLOPs of %s, so that only their bytes count",
-            ", ".join(sorted(unknown)),
-        )
+    warn_of(unknown)
     sizes = {node.name: node.meta[BYTES] for node in stage.graph.graph.nodes}
     costs: dict[str, NodeCost] = {}
     for node in traced.graph.nodes:

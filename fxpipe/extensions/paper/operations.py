@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from fxpipe.log import LOGGER
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 Shape = tuple[int, int, int, int]
@@ -97,6 +98,12 @@ def uncounted(function: Any) -> bool:
     return space not in ("aten", "prims", "prim", "fxpipe") or packet.__name__.startswith(
         _UNCOUNTED
     )
+
+
+def warn_of(operators: Iterable[str]) -> None:
+    """Warn of operators that may have FLOPs that torch does not count, if there are any."""
+    if some := ", ".join(sorted(operators)):
+        LOGGER.warning("torch counts no FLOPs of %s, so that only their bytes count", some)
 
 
 def _given(function: Any, args: Any, kwargs: Mapping[str, Any], name: str) -> Any:

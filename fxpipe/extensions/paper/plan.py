@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
 from fxpipe.arguments import check_whole, read_example
-from fxpipe.errors import InputError, PartitionError
+from fxpipe.errors import InputError, PartitionError, near
 from fxpipe.extensions.memory_limits.footprint import state_size
 from fxpipe.extensions.paper.cluster import Cluster
 from fxpipe.extensions.paper.device import Device
-from fxpipe.extensions.paper.found import Ranking, Way
+from fxpipe.extensions.paper.found import Ranking, Sharded, Way
 from fxpipe.extensions.paper.layouts import Layout, layouts
 from fxpipe.extensions.paper.predicting import Predictor, TrainingState
 from fxpipe.extensions.paper.profile import Profile, Tensors
@@ -41,6 +42,9 @@ _LONGEST = 1e30
 
 _TWO = round_robin(2)
 
+SHARDED: tuple[Sharded, ...] = get_args(Sharded)
+"""What replicas may share, ever more."""
+
 _CHUNKS = (2, 3, 4, 5, 6, 8, 10)
 """How many stages a device may have."""
 
@@ -61,6 +65,7 @@ def plan(
     flush: bool = True,
     recompute: bool = True,
     offload: bool = False,
+    sharding: str | Sequence[str] | None = None,
     held: tuple[float, float] | None = None,
     keep: int = 10,
 ) -> Ranking:
@@ -68,7 +73,8 @@ def plan(
     each size of micro-batches, on the meta device.
 
     Every way is a number of replicas × stages × devices that share a stage, a schedule with one or
-    more stages on each device, a number of micro-batches, and whether stages recompute or offload.
+    more stages on each device, a number of micro-batches, what replicas share, and which stages
+    recompute or offload: those of the devices that would lack memory else.
     Times come from the FLOPs, bytes and shapes of the model's operations, see ``Device``; each step
     is simulated, with its transfers, sums over replicas and sums of tensor parallelism. Ways that
     cannot be the fastest, by a lower bound, are left out.
@@ -92,6 +98,11 @@ def plan(
             whose weights are one version older.
         recompute: whether stages may recompute.
         offload: whether stages may offload what they keep.
+        sharding: what replicas share, one of these or several to choose from: "never" for nothing,
+            "zero1" for the optimizer's state, as ``Replicas(shard_optimizer=True)`` does, "zero2"
+            for gradients, too, "zero3" also for weights, as ``Sharding`` does. By default "zero2"
+            if there is an optimizer, which takes as long as "never", or "zero1" without a flush.
+            "zero3" compiles for CPU devices only so far.
         held: bytes of gradients, and of the optimizer's state, for each parameter; by default as
             the parameters are, and as a trial step of the optimizer leaves it. (4, 12) for
             gradients, weights and Adam's states in 32 bits beside parameters in 16.
@@ -129,7 +140,8 @@ def plan(
     longest = max(layout.stages for layout in places)
     profile = Profile(model, args, kwargs, loss, targets, tensors or {}, least=2 * longest)
     holding = _holding(model, optimizer, held)
-    search = _Search(profile, batch, hidden, holding, keep)
+    shared = _shared(sharding, optimizer is not None, flush)
+    search = _Search(profile, batch, hidden, holding, keep, shared)
     search.flush, search.recompute, search.offload = flush, recompute, offload
     ways = search.all_of(places)
     given = {"loss": loss} if loss is not None else {}
@@ -143,11 +155,31 @@ def _holding(
     if held is not None:
         if len(held) != 2 or not all(isinstance(x, int | float) and x >= 0 for x in held):
             raise InputError(f"held is {held!r}; give bytes of gradients and of state, as (4, 12)")
-        return TrainingState(*held, sharded=True)
+        return TrainingState(*held)
     first = next(model.parameters(), None)
     itemsize = 4 if first is None else first.element_size()
     given = None if optimizer is None else GivenOptimizer(optimizer, model)
-    return TrainingState(None, state_size(given) * itemsize, sharded=optimizer is not None)
+    return TrainingState(None, state_size(given) * itemsize)
+
+
+def _shared(
+    sharding: str | Sequence[str] | None, optimizer: bool, flush: bool
+) -> Sequence[Sharded]:
+    """What replicas may share."""
+    if sharding is None:
+        return ("zero2" if flush else "zero1",) if optimizer else ("never",)
+    asked: Any = [sharding] if isinstance(sharding, str) else [*sharding]
+    for each in asked or [""]:
+        if each not in SHARDED:
+            raise InputError(f"sharding is {sharding!r}: {near(each, SHARDED)}")
+        if each != "never" and not optimizer:
+            raise InputError(f"sharding is {sharding!r}; give optimizer=, too")
+        if each in SHARDED[2:] and not flush:
+            raise InputError(
+                f"sharding is {sharding!r}, which does not divide several versions of the weights; "
+                'give "zero1", or leave flush=False out'
+            )
+    return tuple(asked)
 
 
 @cache
@@ -163,10 +195,16 @@ class _Search:
     offload = False
 
     def __init__(
-        self, profile: Profile, batch: int, hidden: float, holding: TrainingState, keep: int
+        self,
+        profile: Profile,
+        batch: int,
+        hidden: float,
+        holding: TrainingState,
+        keep: int,
+        shared: Sequence[Sharded],
     ) -> None:
         self._profile, self._batch, self._hidden = profile, batch, hidden
-        self._holding, self._keep = holding, keep
+        self._holding, self._keep, self._shared = holding, keep, shared
 
     def all_of(self, places: Sequence[Layout]) -> list[Way]:
         """The best ways of each layout, but those slower than ``keep`` others that fit."""
@@ -174,16 +212,15 @@ class _Search:
         fast: list[float] = []
         known: dict[Any, Any] = {}  # programs that were lowered, with a simulation of each
         tasks = []
-        nearest: dict[tuple[int, int], tuple[float, Predictor]] = {}
-        for layout in places:
-            predictor = Predictor(
-                self._profile, layout, self._batch, self._hidden, self._holding, known
-            )
+        nearest: dict[tuple[int, int, Sharded], tuple[float, Predictor]] = {}
+        for layout, sharding in product(places, self._shared):
+            if layout.replicas == 1 and sharding != self._shared[0]:
+                continue
+            holding = replace(self._holding, sharding=sharding)
+            predictor = Predictor(self._profile, layout, self._batch, self._hidden, holding, known)
             # of both orders of the same sizes, that whose exchanges take less
-            key, cost = (
-                (layout.group, layout.stages),
-                predictor.exchanging(self._counts(predictor)[0]),
-            )
+            key = layout.group, layout.stages, sharding
+            cost = predictor.exchanging(self._counts(predictor)[0])
             if key not in nearest or cost < nearest[key][0]:
                 nearest[key] = cost, predictor
         for _, predictor in nearest.values():
@@ -195,15 +232,15 @@ class _Search:
             if least >= worth:
                 continue
             memory = predictor.device.memory
-            for again, away in self._modes():
-                best = self._best(predictor, recipes, again, away, worth)
+            for away in (False, True) if self.offload else (False,):
+                best = self._best(predictor, recipes, away, worth)
                 if best is None:
                     continue
                 fits = best.fits((memory,) * predictor.layout.stages)
                 found.append(self._way(predictor, best))
                 if fits:
                     fast.append(best.seconds)
-                    break  # recomputing or offloading, too, would be slower
+                    break  # offloading, too, would be slower
         return found
 
     def _families(self, devices: int) -> Iterator[Sequence[Recipe]]:
@@ -219,12 +256,6 @@ class _Search:
                 if chunks * devices <= len(self._profile.names):
                     recipes = [interleaved.placed(round_robin(chunks))]
                     yield recipes if chunks > 2 else _library(devices, _TWO)
-
-    def _modes(self) -> list[tuple[bool, bool]]:
-        """Whether all stages recompute, and whether they offload, the fastest first."""
-        ways = product((False, True), (False, True))
-        asked = ((r, o) for o, r in ways if (self.recompute or not r) and (self.offload or not o))
-        return [*asked]
 
     def _counts(self, predictor: Predictor) -> list[int]:
         """Numbers of micro-batches. Larger micro-batches that are no faster would only hold more,
@@ -251,17 +282,16 @@ class _Search:
         self,
         predictor: Predictor,
         recipes: Sequence[Recipe],
-        again: bool,
         away: bool,
         worth: float,
     ) -> Predicted | None:
-        """The best of some schedules."""
+        """The best of some schedules; if none fits, what lacks the least."""
         devices = predictor.layout.stages
         limits = (predictor.device.memory,) * devices
         stages = recipes[0].stages(devices) if recipes else 0
         if not recipes or stages > len(self._profile.names):
             return None
-        recompute: Modes = (ALWAYS if again else NEVER,) * stages
+        recompute: Modes | None = None if self.recompute else (NEVER,) * stages
         offload: Modes = (ALWAYS,) * stages if away else ()
         ways = list(product(recipes, self._counts(predictor)))
         predicted = evaluate(
@@ -272,12 +302,13 @@ class _Search:
             predictor.predict,
             offload=offload,
             worth=min(worth, _LONGEST),  # not infinite: so what cannot fit is not predicted
+            whole=True,
         )
         if fit := [each for each in predicted if each.fits(limits)]:
             return best_of(fit)
         bounds = list(predicted)
         for way in ways if not bounds else ():
-            candidate = Candidate(*way, recompute, offload)
+            candidate = Candidate(*way, recompute or (ALWAYS,) * stages, offload)
             with suppress(InputError):
                 seconds, peaks = predictor.seconds(candidate), predictor.peaks(candidate)
                 if not Predicted(candidate, seconds, peaks).fits(limits):
@@ -296,9 +327,9 @@ class _Search:
             best.seconds,
             max(best.peaks),
             mfu,
-            predictor.waits.get(candidate, {}),
+            predictor.waits(candidate),
             predictor.begins(candidate),
-            self._holding.sharded and layout.replicas > 1,
+            predictor.sharding,
         )
 
 

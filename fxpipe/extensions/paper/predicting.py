@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -13,6 +13,7 @@ from fxpipe.errors import FxpipeError
 from fxpipe.extend import find
 from fxpipe.extensions.paper.counting import Half
 from fxpipe.extensions.paper.device import Device
+from fxpipe.extensions.paper.found import Sharded, sharding_by
 from fxpipe.extensions.paper.layouts import Layout
 from fxpipe.extensions.paper.profile import ModelParts, Profile
 from fxpipe.extensions.planner.bounds import LeastMemory, least_seconds
@@ -44,12 +45,12 @@ class TrainingState:
     Attributes:
         gradient: bytes of a sum of gradients, for each element; None for those of the parameter.
         state: bytes of the optimizer's state for each element.
-        sharded: whether replicas share the state.
+        sharding: what replicas share.
     """
 
     gradient: float | None
     state: float
-    sharded: bool
+    sharding: Sharded = "never"
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,14 @@ class CountedStages:
         begins: the submodule at which each begins.
         costs: of their tasks, in seconds.
         sizes: bytes.
+        least: the same for lower bounds, with the shares of weights and gradients alone.
         edges: what goes further than to the next stage: name → stages.
     """
 
     begins: tuple[str, ...]
     costs: Mapping[Any, Cost]
     sizes: Sizes
+    least: Sizes
     edges: Mapping[str, tuple[int, int]]
 
 
@@ -95,12 +98,18 @@ class Predictor:
         self.batch = batch // layout.replicas
         self._stages: dict[tuple[int, int], CountedStages] = {}
         self._made: dict[tuple[Recipe, int], Schedule] = {}
-        self._least: dict[Any, tuple[float, ...]] = {}
-        self.waits: dict[Candidate, dict[str, float]] = {}
+        self._bounds: dict[Any, LeastMemory] = {}
+        self._least: dict[Any, float] = {}
+        self._waits: dict[Candidate, Callable[[], dict[str, float]]] = {}
 
     @property
     def device(self) -> Device:
         return self.layout.cluster.device
+
+    @property
+    def sharding(self) -> Sharded:
+        """What replicas share; with one nothing."""
+        return self._holding.sharding if self.layout.replicas > 1 else "never"
 
     def parts(self, count: int) -> ModelParts:
         """The model's parts, if a batch is split into ``count`` micro-batches."""
@@ -134,11 +143,13 @@ class Predictor:
         of_part = [
             s for s, (a, b) in enumerate(zip(begins, ends, strict=True)) for _ in range(a, b)
         ]
-        costs: dict[Any, Cost] = {"A": 0.0, "C": 0.0}
-        link, dp, holding = self.layout.group_link, self.layout.replicas, self._holding
+        costs: dict[Any, Cost] = dict.fromkeys("ACGD", 0.0)
+        link, holding = self.layout.group_link, self._holding
         rate = self.device.bandwidth * self.device.streaming
-        parameters, gradients, state = (dict.fromkeys(range(many), 0) for _ in range(3))
-        saved, deferred = (dict.fromkeys(range(many), 0) for _ in range(2))
+        each: dict[int, Sequence[int]] = {}  # stage → the bytes of each parameter
+        elements: dict[int, Sequence[tuple[int, int]]] = {}  # the same of its gradient
+        state, saved, deferred = dict[int, int](), dict[int, int](), dict[int, int]()
+        shares: dict[int, float] = {}  # stage → the largest share that a replica has
         for s, (a, b) in enumerate(zip(begins, ends, strict=True)):
             own = parts.parts[a:b]
             halves: dict[Half, Time] = {}
@@ -151,13 +162,17 @@ class Predictor:
             costs["F", s] = costs["R", s] = halves["F"]
             costs["I", s], costs["W", s] = back, halves["W"]
             costs["B", s] = replace(back, compute=back.compute + halves["W"].compute)
-            trained = sum(part.trained for part in own)
-            elements = sum(part.elements for part in own)
-            share = dp if holding.sharded else 1
-            costs["U", s] = _UPDATE * elements / share / rate
-            parameters[s] = int(sum(part.parameters for part in own))
-            sums = trained if holding.gradient is None else holding.gradient * elements
-            gradients[s], state[s] = int(sums), int(holding.state * elements / share)
+            tensors = [tensor for part in own for tensor in part.tensors]
+            each[s] = tuple(int(count * size) for count, size, _ in tensors)
+            gradient = holding.gradient
+            elements[s] = tuple(
+                (int(trained * count * (size if gradient is None else gradient)), 1)
+                for count, size, trained in tensors
+            )
+            shares[s] = self._share(each[s]) if self.sharding != "never" else 1.0
+            whole = sum(count for count, _, _ in tensors) * shares[s]
+            costs["U", s] = _UPDATE * whole / rate
+            state[s] = int(holding.state * whole)
             saved[s] = int(sum(part.saved for part in own))
             deferred[s] = int(sum(part.deferred for part in own))
         values, edges = self._crossing(parts, of_part, many)
@@ -169,14 +184,28 @@ class Predictor:
             values,
             saved,
             deferred,
-            parameters=parameters,
-            gradients=gradients,
+            parameters={s: sum(every) for s, every in each.items()},
+            each=each,
+            gradients={s: sum(size for size, _ in every) for s, every in elements.items()},
+            elements=elements,
             optimizer=state,
             holds={s: frozenset(names) for s, names in incoming.items()},
             context=self.device.context,
         )
+        least = sizes
+        if self.sharding in ("zero2", "zero3"):
+            least = replace(sizes, gradients=_part_of(sizes.gradients, shares))
+        if self.sharding == "zero3":
+            least = replace(least, parameters=_part_of(sizes.parameters, shares))
         names = tuple(parts.parts[at].name for at in begins)
-        return CountedStages(names, costs | moved, sizes, edges)
+        return CountedStages(names, costs | moved, sizes, least, edges)
+
+    def _share(self, each: Sequence[int]) -> float:
+        """The largest share of a stage's parameters that a replica has, which are dealt out."""
+        loads = [0] * self.layout.replicas
+        for owner, size in zip(Parts.owners.find()(each, len(loads)), each, strict=True):
+            loads[owner] += size
+        return max(loads) / max(1, sum(loads))
 
     def _away(self, saved: Mapping[int, int]) -> dict[Any, Cost]:
         seconds = {s: size / self.device.host for s, size in saved.items()}
@@ -209,20 +238,19 @@ class Predictor:
             self.stages(candidate.recipe, candidate.microbatches),
             self._small(candidate),
         )
-        key = (
-            candidate.recipe,
-            self.samples(candidate.microbatches),
-            candidate.recompute,
-            candidate.offload,
-            schedule.microbatches,
-        )
-        if key not in self._least:
-            least = LeastMemory(schedule, stages.sizes, plan_for(schedule, skips=stages.edges))
-            self._least[key] = tuple(
-                least.of(device, candidate.recompute, candidate.offload) + self.device.context
-                for device in range(schedule.devices)
-            )
-        return self._least[key]
+        modes = candidate.recompute, candidate.offload
+        way = candidate.recipe, self.samples(candidate.microbatches), schedule.microbatches
+        if way not in self._bounds:
+            plan = plan_for(schedule, skips=stages.edges)
+            self._bounds[way] = LeastMemory(schedule, stages.least, plan)
+        found = []
+        for device in range(schedule.devices):
+            held = schedule.held_by(device)
+            key = way, device, *(tuple(x[s] for s in held) if x else () for x in modes)
+            if key not in self._least:
+                self._least[key] = self._bounds[way].of(device, *modes) + self.device.context
+            found.append(self._least[key])
+        return tuple(found)
 
     def _small(self, candidate: Candidate) -> Schedule:
         """The schedule of a candidate with few micro-batches."""
@@ -264,22 +292,31 @@ class Predictor:
         if first.device_kept != last.device_kept:  # what it keeps grows with the micro-batches
             more_held = [float(memory.peak) for memory in last.memory]
             peaks = tuple(map(whole, zip(peaks, more_held, strict=True)))
-        waits = [_waits(run, candidate, self) for run in runs]
-        parts = {name: whole([each[name] for each in waits]) for name in waits[0]}
-        self.waits[candidate] = {name: part / seconds for name, part in parts.items()}
+
+        def waits() -> dict[str, float]:
+            each = [_waits(run, candidate, self) for run in runs]
+            return {name: whole([own[name] for own in each]) / seconds for name in each[0]}
+
+        self._waits[candidate] = waits
         return Predicted(candidate, seconds, peaks)
+
+    def waits(self, candidate: Candidate) -> dict[str, float]:
+        """Cause → the share of a step that devices do not compute for it; empty if the candidate
+        was not predicted."""
+        return self._waits[candidate]() if candidate in self._waits else {}
 
     def _run(self, candidate: Candidate, count: int) -> Simulation:
         """Simulate a step of so many micro-batches of the candidate's size."""
         stages = self.stages(candidate.recipe, candidate.microbatches)
-        summed = self.layout.replicas > 1
+        replicas = self.layout.replicas
         key = (
             candidate.recipe,
             self.layout.stages,
             count,
             candidate.recompute,
             candidate.offload,
-            summed,
+            replicas,
+            self.sharding,
             tuple(stages.edges.items()),
         )
         links, sizes = self._links, stages.sizes
@@ -288,27 +325,38 @@ class Predictor:
         schedule = add_recompute(self._schedule(candidate, count), candidate.recompute)
         if set(candidate.offload) - {"never"}:
             schedule = find("extension", "offload")(candidate.offload).add_offload(schedule)
-        schedule.verify()
-        program = chain_program(schedule, replicas=1 + summed, skips=stages.edges)
-        if summed and self._holding.sharded:
-            program = Parts.gather_weights.find()(program)
+        shared = sharding_by(self.sharding)
+        if self.sharding == "zero3":
+            schedule = shared.add_shards(schedule)
+        program = chain_program(schedule.verify(), replicas=replicas, skips=stages.edges)
+        match self.sharding:
+            case "zero1":
+                program = Parts.gather_weights.find()(program)
+            case "zero2":
+                program = shared.keep(program, updates=True)
+            case "zero3":
+                program = shared.shard(program, updates=True)
         run = simulate(program, stages.costs, links=links, sizes=sizes)
         self._known[key] = run
         return run
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], Link]:
-        """The links, as two replicas would need them to sum as fast as all do."""
+        """The links; what replicas exchange goes round a ring."""
         replicas = self.layout.replicas
         links = dict(self.layout.links)
         for d in range(self.layout.stages) if replicas > 1 else ():
-            link, share = links[d, d], 2 * (replicas - 1) / replicas
-            links[d, d] = Link(link.latency * (replicas - 1), link.bandwidth / share)
+            links[d, d] = replace(links[d, d], latency=links[d, d].latency * (replicas - 1))
         return links
 
     def begins(self, candidate: Candidate) -> tuple[str, ...]:
         """The submodules at which the stages after the first begin."""
         return self.stages(candidate.recipe, candidate.microbatches).begins[1:]
+
+
+def _part_of(whole: Mapping[int, int], shares: Mapping[int, float]) -> dict[int, int]:
+    """Stage → the share of its bytes."""
+    return {s: int(size * shares[s]) for s, size in whole.items()}
 
 
 def _waits(run: Simulation, candidate: Candidate, of: Predictor) -> dict[str, float]:
@@ -325,14 +373,16 @@ def _waits(run: Simulation, candidate: Candidate, of: Predictor) -> dict[str, fl
     again = sum(sum(times) for (letter, _), times in tasks.items() if letter == "R")
     again -= sum(shown.get(k, 0.0) * len(times) for k, times in tasks.items() if k[0] == "R")
     idle = run.idle
-    update = run.makespan - run.through
+    updates = sum(x for (letter, _), times in tasks.items() if letter == "U" for x in times)
+    after = run.makespan - run.through - updates / devices
     waiting = sum(each.total for each in idle) / devices
     copies = sum(sum(each.copying.values()) for each in idle) / devices
     summing = sum(each.summing for each in idle) / devices
     busiest = max(run.busy) - sum(run.busy) / devices
     return {
         "transfers": copies / steps,
-        "sums over replicas": (summing + update) / steps,
+        "sums over replicas": (summing + max(0.0, after)) / steps,
+        "updates": updates / devices / steps,
         "tensor sums": sums / devices / steps,
         "recomputation": again / devices / steps,
         "uneven stages": min(busiest, max(0.0, waiting - copies - summing)) / steps,

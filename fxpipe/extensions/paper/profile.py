@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import InputError, near
 from fxpipe.extensions.paper.counting import Counted, Half, count
 from fxpipe.extensions.paper.device import Device
+from fxpipe.extensions.paper.operations import warn_of
 
 STYLES = ("columns", "rows", "columns/rows", "sequence")
 """How the devices of a tensor-parallel group divide a submodule: its parameters by columns, whose
@@ -39,9 +40,7 @@ class ModelPart:
         sums: half → the bytes that tensor parallelism sums, and how often.
         saved: bytes that its forward keeps.
         deferred: bytes that the products of weight gradients read.
-        elements: of parameters.
-        parameters: their bytes.
-        trained: the bytes of those with gradients.
+        tensors: of each parameter the elements, the bytes of one, and whether it has a gradient.
     """
 
     name: str
@@ -50,9 +49,22 @@ class ModelPart:
     sums: dict[Half, tuple[float, int]] = field(default_factory=dict)
     saved: float = 0.0
     deferred: float = 0.0
-    elements: float = 0.0
-    parameters: float = 0.0
-    trained: float = 0.0
+    tensors: list[tuple[float, int, bool]] = field(default_factory=list)
+
+    @property
+    def elements(self) -> float:
+        """Of all parameters."""
+        return sum(elements for elements, _, _ in self.tensors)
+
+    @property
+    def parameters(self) -> float:
+        """Their bytes."""
+        return sum(elements * size for elements, size, _ in self.tensors)
+
+    @property
+    def trained(self) -> float:
+        """The bytes of those with gradients."""
+        return sum(elements * size for elements, size, trained in self.tensors if trained)
 
     @property
     def work(self) -> float:
@@ -159,6 +171,7 @@ class Profile:
         self.samples = leaves[0].shape[0]
         check_tensors(model, tensors)
         self._counted: dict[int, Counted] = {}
+        self._told: frozenset[str] = frozenset()
         self._parts: dict[tuple[int, int, Device], ModelParts] = {}
 
     def counted(self, samples: int) -> Counted:
@@ -175,9 +188,10 @@ class Profile:
                 args, kwargs, targets = given
                 loss = self._loss
                 ends = None if loss is None else (lambda out: loss(out, *targets))
-                self._counted[samples] = count(
-                    self._model, args, kwargs, ends, samples, sums=self._sums
-                )
+                found = count(self._model, args, kwargs, ends, samples, sums=self._sums)
+            warn_of(found.uncounted - self._told)
+            self._told |= found.uncounted
+            self._counted[samples] = found
         return self._counted[samples]
 
     def parts(self, samples: int, group: int, device: Device) -> ModelParts:
@@ -224,9 +238,7 @@ class Profile:
         for name, (elements, itemsize, trained) in counted.parameters.items():
             part = parts[home(name.rpartition(".")[0])]
             by = divided(name.rpartition(".")[0])
-            part.elements += elements / by
-            part.parameters += elements * itemsize / by
-            part.trained += trained * elements * itemsize / by
+            part.tensors.append((elements / by, itemsize, trained))
         made = {kept.storage: kept for kept in counted.made}
         for path, storage, size in counted.saved:
             maker = made[storage].path if storage in made else path

@@ -126,6 +126,7 @@ def evaluate(
     predict: Callable[[Candidate], Predicted | None],
     offload: Modes | None = (),
     worth: float = inf,
+    whole: bool = False,
 ) -> list[Predicted]:
     """Predict candidates, in the order of their lower bounds, until no other one can be the
     fastest that fits. Returns all that were predicted: those that fit, the fastest first,
@@ -146,6 +147,8 @@ def evaluate(
         offload: which stages offload, empty for none; None to choose, together with ``recompute``.
         worth: a candidate whose step takes longer is of no use. If it is given, the result may be
             empty.
+        whole: whether all stages of the devices that lack memory then do the same, so that few
+            candidates are predicted.
     """
     devices, limited = len(limits), any(limit < inf for limit in limits)
     predicted: list[Predicted] = []
@@ -208,8 +211,14 @@ def evaluate(
             continue
         over = needs.over(limits)
         device = over.index(max(over))  # the one that lacks most
-        if short or not lacks_always(way, device):
-            for other in _relieved(candidate, device, devices, recompute is None, offload is None):
+        if short or whole or not lacks_always(way, device):
+            free = recompute is None, offload is None
+            homes = candidate.recipe.place(devices)
+            if whole:
+                sets = [[s for s, home in enumerate(homes) if over[home]]]
+            else:
+                sets = [[s] for s, home in enumerate(homes) if home == device]
+            for other in _relieved(candidate, sets, *free):
                 meet(other, 1 - depth)
 
     def lacks(needs: Predicted) -> float:
@@ -227,17 +236,19 @@ _MOST = 16
 
 
 def _relieved(
-    candidate: Candidate, device: int, devices: int, recomputes: bool, offloads: bool
+    candidate: Candidate, sets: Iterable[Sequence[int]], recomputes: bool, offloads: bool
 ) -> Iterator[Candidate]:
-    """The candidates that need less on a device: one of its stages does one thing more."""
-    for s, home in enumerate(candidate.recipe.place(devices)):
-        if home != device:
-            continue
+    """The candidates that need less: the stages of one of these sets do one thing more."""
+
+    def more(modes: Modes, stages: Sequence[int]) -> Modes:
+        return tuple(ALWAYS if s in stages else mode for s, mode in enumerate(modes))
+
+    for stages in sets:
         again, away = candidate.recompute, candidate.offload
-        if recomputes and again[s] == "never":
-            yield replace(candidate, recompute=(*again[:s], ALWAYS, *again[s + 1 :]))
-        if offloads and away[s] == "never":
-            yield replace(candidate, offload=(*away[:s], ALWAYS, *away[s + 1 :]))
+        if recomputes and "never" in (again[s] for s in stages):
+            yield replace(candidate, recompute=more(again, stages))
+        if offloads and "never" in (away[s] for s in stages):
+            yield replace(candidate, offload=more(away, stages))
 
 
 def best_of(predicted: Sequence[Predicted]) -> Predicted:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING
 
 from fxpipe.extensions.exchange import Exchange, StageBytes
@@ -23,8 +25,7 @@ class Sum(Exchange):
     def sent(self, sizes: StageBytes, replica: int, program: Program) -> int:
         replicas, bucket = program.replicas, bucket_of(self.stage, self.bucket, program)
         part = sizes.part(self.stage, replica, replicas, bucket)
-        each = (sizes.part(self.stage, other, replicas, bucket) for other in range(replicas))
-        return sum(each) - part + (replicas - 1) * part
+        return sizes.part(self.stage, 0, 1, bucket) + (replicas - 2) * part
 
 
 @dataclass(frozen=True, order=True)
@@ -34,10 +35,15 @@ class NewWeights(Exchange):
     what = "weights"
 
     def sent(self, sizes: StageBytes, replica: int, program: Program) -> int:
+        return (program.replicas - 1) * self._shares(sizes, program)[replica]
+
+    def most(self, sizes: StageBytes, program: Program) -> int:
+        return (program.replicas - 1) * max(self._shares(sizes, program))
+
+    def _shares(self, sizes: StageBytes, program: Program) -> Sequence[int]:
         whole = sizes.elements.get(self.stage, [(sizes.gradients.get(self.stage, 0), 1)])
-        each = [count * size for count, size in whole]
         by = sizes.each.get(self.stage, ()) if self.stage in sizes.elements else ()
-        return (program.replicas - 1) * shares(each, program.replicas, by)[replica]
+        return shares([count * size for count, size in whole], program.replicas, by)
 
 
 def bucket_of(stage: int, bucket: int, program: Program) -> int | None:
@@ -69,15 +75,21 @@ def part_of(count: int, replica: int, replicas: int) -> range:
 def owners(sizes: Sequence[int], replicas: int) -> list[int]:
     """Which replica updates each of a stage's parameters, if each updates some for all: the largest
     first, each by the replica that has the fewest bytes so far."""
-    found, loads = [0] * len(sizes), [0] * replicas
+    found, loads = [0] * len(sizes), [(0, owner) for owner in range(replicas)]
+    heapify(loads)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        found[index] = owner = loads.index(min(loads))
-        loads[owner] += sizes[index]
+        load, found[index] = loads[0]
+        heapreplace(loads, (load + sizes[index], found[index]))
     return found
 
 
-def shares(sizes: Sequence[int], replicas: int, by: Sequence[int] = ()) -> list[int]:
+def shares(sizes: Sequence[int], replicas: int, by: Sequence[int] = ()) -> Sequence[int]:
     """Replica → its share of these bytes; they are dealt out by other bytes ``by``, if given."""
+    return _shares(tuple(sizes), replicas, tuple(by))
+
+
+@lru_cache(256)
+def _shares(sizes: Sequence[int], replicas: int, by: Sequence[int]) -> Sequence[int]:
     loads = [0] * replicas
     for size, owner in zip(sizes, owners(by or sizes, replicas), strict=True):
         loads[owner] += size

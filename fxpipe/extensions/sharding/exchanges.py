@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,10 @@ class Reduction(Exchange):
         every = _gradients(sizes, self.stage, program.replicas)
         return sum(every) - every[replica]
 
+    def most(self, sizes: StageBytes, program: Program) -> int:
+        every = _gradients(sizes, self.stage, program.replicas)
+        return sum(every) - min(every)
+
 
 @dataclass(frozen=True, order=True)
 class Gathering(Exchange):
@@ -36,6 +41,9 @@ class Gathering(Exchange):
 
     def sent(self, sizes: StageBytes, replica: int, program: Program) -> int:
         return (program.replicas - 1) * _weights(sizes, self.stage, program.replicas)[replica]
+
+    def most(self, sizes: StageBytes, program: Program) -> int:
+        return (program.replicas - 1) * max(_weights(sizes, self.stage, program.replicas))
 
     def __str__(self) -> str:
         return f"{self.what}:{self.stage}[{self.batch}] {self.bucket}"
@@ -65,12 +73,12 @@ def _each(sizes: StageBytes, stage: int) -> list[int]:
     return [*sizes.each.get(stage, (sizes.parameters.get(stage, 0),))]
 
 
-def _weights(sizes: StageBytes, stage: int, replicas: int) -> list[int]:
+def _weights(sizes: StageBytes, stage: int, replicas: int) -> Sequence[int]:
     """Replica → the bytes of its share of a stage's weights."""
     return shares(_each(sizes, stage), replicas)
 
 
-def _gradients(sizes: StageBytes, stage: int, replicas: int) -> list[int]:
+def _gradients(sizes: StageBytes, stage: int, replicas: int) -> Sequence[int]:
     """Replica → the bytes of the gradients of its share."""
     whole = sizes.elements.get(stage, [(sizes.gradients.get(stage, 0), 1)])
     by = sizes.each.get(stage, ()) if stage in sizes.elements else ()

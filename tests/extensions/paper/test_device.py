@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf, nan
 from typing import Any
 
 import pytest
@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import Cluster, Device, Link
+from fxpipe import Cluster, Device, Link, Time
 from fxpipe.errors import InputError
 from fxpipe.extensions.paper.counting import Counted, count
 from fxpipe.extensions.paper.operations import Operation
 from fxpipe.extensions.paper.presets import PRESETS
+from fxpipe.extensions.paper.profile import Profile
 
 
 def test_an_operation_takes_the_longest_of_its_flops_its_bytes_and_its_launch() -> None:
@@ -48,6 +49,15 @@ def test_presets_are_devices_of_their_names(name: str) -> None:
     ("make", "told"),
     [
         (lambda: Device(flops=0), "flops of a device is 0; give a number above 0"),
+        (lambda: Device(flops=nan), "flops of a device is nan; give a number above 0"),
+        (lambda: Device(flops=inf), "flops of a device is inf; give a finite number"),
+        (lambda: Device(flops=1, bandwidth=0), "bandwidth of a device is 0; give"),
+        (lambda: Device(flops=1, bandwidth=nan), "bandwidth of a device is nan; give"),
+        (lambda: Device(flops=1, memory=nan), "memory of a device is nan; give"),
+        (lambda: Link(1, 0), "a link's bandwidth is 0; give one above 0"),
+        (lambda: Link(1, nan), "a link's bandwidth is nan; give one above 0"),
+        (lambda: Link(nan, 1), "a link's latency is nan; give a time"),
+        (lambda: Time(nan), "compute of a Time is nan"),
         (lambda: Device(flops=1, launch=-1), "launch of a device is -1"),
         (lambda: Device(flops=1, link=3), "link of a device is 3"),  # type: ignore[arg-type]
         (lambda: Cluster(3, 2), "a cluster is of 3"),  # type: ignore[arg-type]
@@ -133,10 +143,12 @@ def test_an_operation_of_which_no_flops_are_counted_is_named(
             y: torch.Tensor = torch.linalg.inv(x)
             return y
 
-    with caplog.at_level("INFO", logger="fxpipe"):
-        found = counted(Inverse(), 5, 6, 6)
-    assert any("linalg_inv" in name for name in found.uncounted)
-    assert "torch counts no FLOPs of it; only its bytes count" in caplog.text
+    profile = Profile(Inverse(), (torch.zeros(5, 6, 6),), {}, None, (), {}, 1)
+    with caplog.at_level("WARNING", logger="fxpipe"):
+        found = profile.counted(5)
+        profile.counted(10)
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "torch counts no FLOPs of aten.linalg_inv_ex.default, so that only" in told
     assert found.ran
     assert all(ran.operation.bytes > 0 for ran in found.ran)
 

@@ -188,6 +188,51 @@ def test_what_is_extrapolated_is_what_a_whole_simulation_gives() -> None:
             assert way.memory == pytest.approx(known[str(way)].memory, rel=1e-6)
 
 
+@smoke
+def test_what_replicas_share_takes_less_memory_and_other_exchanges() -> None:
+    width, layers, bandwidth = 64, 8, 1e6
+    slow = Device(1e12, 1e12, memory=1e9, link=Link(0, bandwidth))
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        x = torch.zeros(1, width)
+    options: dict[str, Any] = {"batch": 2, "example": ((x,), {"target": x}), "loss": mse_loss}
+    options |= {"optimizer": torch.optim.Adam, "dp": 2, "pp": 1, "keep": 1}
+    found = {
+        kind: fxpipe.plan(model, Cluster(slow, 2), sharding=kind, **options)[0]
+        for kind in ("never", "zero1", "zero2", "zero3")
+    }
+    weights = 4 * width * width * layers
+    state = 2 * weights  # of Adam, of which each replica has half
+    saved = found["never"].memory - found["zero1"].memory
+    assert saved == pytest.approx(state / 2, rel=0.01)
+    assert found["zero2"].memory <= found["zero1"].memory
+    assert found["zero3"].memory < found["zero2"].memory
+    # each sends half of its gradients and half of the sums, or of the new weights, or all three
+    exchange = weights / 2 / bandwidth
+    expected = {"never": 2, "zero1": 3, "zero2": 2, "zero3": 2}
+    for kind, ways in expected.items():
+        assert found[kind].seconds == pytest.approx(ways * exchange, rel=0.01), kind
+    kinds = {kind: way.options["extensions"] for kind, way in found.items()}
+    assert kinds["zero1"] == [fxpipe.Replicas(shard_optimizer=True)]
+    assert kinds["zero2"] == [fxpipe.Sharding("zero2")]
+    assert kinds["zero3"] == [fxpipe.Sharding("zero3")]
+    assert kinds["never"] == []
+
+
+@smoke
+def test_a_parameter_larger_than_a_share_stays_whole() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 1, bias=False))
+        x, y = torch.zeros(1, 64), torch.zeros(1, 1)
+    options: dict[str, Any] = {"batch": 4, "example": ((x,), {"target": y}), "loss": mse_loss}
+    options |= {"optimizer": torch.optim.Adam, "dp": 4, "pp": 1, "keep": 1}
+    kept, shared = (
+        fxpipe.plan(model, Cluster(SMALL, 4), sharding=kind, **options)[0].memory
+        for kind in ("never", "zero1")
+    )
+    assert kept - shared == pytest.approx(2 * 4 * 256, rel=0.01)  # the state of the small one
+
+
 def test_without_a_flush_2bw_is_planned() -> None:
     found = planned(Cluster(SMALL, 4), flush=False, optimizer=torch.optim.SGD)
     assert {way.candidate.recipe.name for way in found} == {"2bw"}
@@ -200,7 +245,7 @@ def test_what_lacks_memory_recomputes_and_what_fits_nowhere_says_what_is_needed(
     for share in (0.9, 0.7, 0.5):
         tight = replace(SMALL, memory=share * min(way.memory for way in roomy))
         with suppress(PartitionError):
-            modes |= {way.recompute for way in planned(Cluster(tight, 4), pp=4)}
+            modes |= {str(way.recompute) for way in planned(Cluster(tight, 4), pp=4)}
     assert "always" in modes
     tiny = replace(SMALL, memory=1e4)
     with pytest.raises(PartitionError, match=r"nothing fits: a device has 9.8 KiB, and the way"):
@@ -212,13 +257,19 @@ def test_what_lacks_memory_recomputes_and_what_fits_nowhere_says_what_is_needed(
     ("options", "told"),
     [
         ({"dp": 3}, "dp is 3; give a number that divides the 4 devices"),
+        ({"dp": 2, "pp": 4}, "dp, tp and pp are 2, None and 4, which do not divide the 4 devices"),
+        ({"tp": 3}, "tp is 3; give a number that divides the 4 devices of a host"),
         ({"tp": 2}, "tp is 2; say how submodules are divided"),
         ({"tensors": {"blocks.*.mlp": "cols"}}, "'cols'"),
         ({"tensors": {"block.*": "rows"}}, "tensors names no submodule 'block.*'"),
         ({"hidden": 2}, "hidden is 2; give a share"),
         ({"batch": 0}, "batch is 0"),
         ({"batch": 3, "dp": 2}, "a batch of 3 cannot be shared equally"),
+        ({"batch": 1, "pp": 1}, "a batch of 1 cannot be shared equally"),
         ({"held": (1,)}, "held is"),
+        ({"sharding": "zero4"}, "sharding is 'zero4'"),
+        ({"sharding": "zero2"}, "sharding is 'zero2'; give optimizer="),
+        ({"sharding": "zero3", "flush": False, "optimizer": torch.optim.SGD}, 'give "zero1"'),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], told: str) -> None:
