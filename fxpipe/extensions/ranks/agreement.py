@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import compress
@@ -26,9 +26,9 @@ from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.attributes import restoring
 from fxpipe.extensions.ranks.channels import RankBackend
-from fxpipe.extensions.ranks.group import RankGroup
+from fxpipe.extensions.ranks.group import RankGroup, text_digest
 from fxpipe.extensions.ranks.owned import Owned, owned
-from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.ranks.program import OwnProgram, devices_near
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
@@ -38,6 +38,7 @@ from fxpipe.kernels.graph import COMPILED, GraphKernel, is_compiled
 from fxpipe.parts import Parts
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.text.plan import print_graph
+from fxpipe.text.program import list_lines
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
 from fxpipe.torchtools.part import refuse_state
@@ -134,12 +135,30 @@ class Ranks(RankGroup):
         text = f"{traced}\n{traced.backward and print_graph(traced.backward.graph)}"
         self.agree("the captured graph", "", parts=_NUMBER.sub("0", text))
 
-    def same_program(self, made: Program | None, known: Program | None, plan: Plan) -> Program:
-        # another replica may have to make what this rank knows
-        text = "" if made is None else f"{made}buckets {plan.buckets}\n"
-        own = known if made is None else OwnProgram.of(made, self.device)
-        self.agree("the compiled program", "", own=text)
-        return super().same_program(own, None, plan)
+    def same_program(
+        self,
+        lower: Callable[..., Program],
+        known: Program | None,
+        schedule: Schedule,
+        plan: Plan,
+    ) -> Program:
+        """The first rank of a replica makes and verifies the whole. The others make what they run,
+        and compare their own lists with that."""
+        about, own, frame = "the compiled program", known, ""
+        digests: dict[int, str] = {}
+        if own is None:  # else another replica may have to make it
+            made = lower(only=devices_near(schedule, plan, self.device) if self.device else ())
+            own = OwnProgram.of(made, self.device)
+            frame = f"{replace(own, lists=(), launches=())}buckets {plan.buckets}\n"
+            for device in [self.device] if self.device else range(made.devices):
+                digests[device] = text_digest(_list_text(made, device))
+        answers = self.agree(about, "", own=frame, value=digests)
+        for rank in range(self.size):
+            device = rank % self._devices
+            if answers[rank].get(device) != answers[rank - device].get(device):
+                text = _list_text(made, device) if device in digests else ""
+                self.differs(about, rank - device, rank, text)
+        return super().same_program(lower, own, schedule, plan)
 
     def same_call(
         self,
@@ -297,6 +316,10 @@ def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
         f"autocast: {cast or 'none'}",
         f"the default type of numbers: {dtype}",
     ]
+
+
+def _list_text(program: Program, device: int) -> str:
+    return "\n".join(list_lines(program, device))
 
 
 def digest(tensor: Tensor) -> str:

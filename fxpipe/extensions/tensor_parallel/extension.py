@@ -72,7 +72,7 @@ class TensorParallel(Extension):
             "partition": [("", Pass(self.same_parts, "traced", ""))],
             "follow": [("", Pass(self.same_parts, "traced", ""))],
             "measure": [("", Pass(without_collectives, "plan", "plan"))],
-            "program": [("lower", Pass(add_norms, "program", "program"))],
+            "program": [("lower", Pass(add_norms, "program", "program", apart=True))],
         }
 
     def name_groups(self, traced: Traced) -> Traced:
