@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import compress
 from math import inf
 from time import perf_counter_ns
+from traceback import format_exception
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.attributes import restoring
-from fxpipe.extensions.ranks.channels import RankBackend
+from fxpipe.extensions.ranks.channels import PATIENCE, RankBackend
 from fxpipe.extensions.ranks.group import RankGroup, text_digest
 from fxpipe.extensions.ranks.owned import Owned, owned
 from fxpipe.extensions.ranks.program import OwnProgram, devices_near
@@ -54,6 +56,7 @@ class Ranks(RankGroup):
 
     _state: tuple[tuple[Any, ...], Sequence[str]] | None = None
     _divided: Any = None  # the model's DTensors, by an extension
+    _backend: RankBackend
     _shards = False  # whether each replica keeps only some parameters by now
 
     def divided(self, model: nn.Module) -> Sequence[Extension]:
@@ -70,8 +73,35 @@ class Ranks(RankGroup):
         self._divided = made.divided
         return (made,)
 
+    @contextmanager
+    def _in_columns(self) -> Iterator[None]:
+        """Inside, what the model's DTensors communicate goes over the pipe's own groups, which end
+        when a rank fails: the error is then that rank's."""
+        if self._divided is None:
+            yield
+            return
+        pairs = self._backend.connected()
+        before, self._stops = self._stops, pairs.abort
+        try:
+            with self._divided.over_own_groups():
+                yield
+        except BaseException as error:
+            self.epoch = max(self.epoch, pairs.number + 1)  # the others end these groups
+            deadline = time.monotonic() + PATIENCE * ("gloo" in "".join(format_exception(error)))
+            while self.failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)  # what has failed elsewhere is about to be told
+            if self.failure is not None:
+                raise self.failure from None
+            raise
+        finally:
+            self._stops = before
+
     def joined(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if self._divided is None else self._divided.joined(name, tensor)
+        if self._divided is None:
+            return tensor
+        with self._in_columns():
+            whole: Tensor = self._divided.joined(name, tensor)
+            return whole
 
     def parted(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self._divided is None else self._divided.parted(name, tensor)
@@ -92,7 +122,8 @@ class Ranks(RankGroup):
         kind: type[RankBackend] = RankBackend
         if options.places:
             kind = Parts.rank_streams.find(f"{options.here} has streams, and")
-        return kind(self, options)
+        self._backend = kind(self, options)
+        return self._backend
 
     def same_options(self, options: Options) -> None:
         self.agree(
@@ -103,7 +134,8 @@ class Ranks(RankGroup):
     def compiling(self, parts: Sequence[object]) -> Iterator[None]:
         restore = restoring(parts)
         try:
-            yield
+            with self._in_columns():
+                yield
             self.exchange("the compilation", held=True)
         except BaseException:
             restore()

@@ -110,6 +110,7 @@ class RankGroup(Group):
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
+        self._stops: Callable[[], None] = lambda: None  # ends what runs outside of runs
         self._tree = Tree(rank, self.size, edges, store, weakref.WeakMethod(self._deliver))
         weakref.finalize(self, self._tree.end).atexit = False
 
@@ -444,6 +445,7 @@ class RankGroup(Group):
         """Stop all runs because of an error."""
         with self.changed:
             running = [*self._channels.values()]
+        self._stops()
         for channels in running:
             channels.fail(error)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import wraps
@@ -142,6 +143,23 @@ def bound_to(dim: str, backend: Any, rank: int, size: int) -> None:
         group._register_backend(torch.device("cpu"), kind, backend)
         _around[backend] = group
     bind(dim, _around[backend])
+
+
+@contextmanager
+def rerouted(dims: Mapping[str, str]) -> Iterator[None]:
+    """Inside, collectives over process groups of torch.distributed, by their names, run over those
+    to which dimensions are bound."""
+    c10d: Any = torch._C._distributed_c10d
+    before = {name: c10d._resolve_process_group(name) for name in dims}
+    try:
+        for name, dim in dims.items():
+            c10d._unregister_process_group(name)
+            c10d._register_process_group(name, _bound[dim])
+        yield
+    finally:
+        for name, group in before.items():
+            c10d._unregister_process_group(name)
+            c10d._register_process_group(name, group)
 
 
 def without_collectives(plan: Plan) -> Plan:

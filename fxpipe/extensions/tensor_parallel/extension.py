@@ -13,7 +13,6 @@ from fxpipe.errors import InputError
 from fxpipe.extend import Extension, Kernels
 from fxpipe.extensions.clipping.opcodes import Norm
 from fxpipe.extensions.tensor_parallel.collectives import (
-    bind,
     in_columns,
     name_groups,
     without_collectives,
@@ -62,8 +61,6 @@ class TensorParallel(Extension):
                     f"{name} does not know the collectives of stages that are divided over "
                     f"{', '.join(self.dims)}; leave it out"
                 )
-        for dim, group in self.groups.items():  # until the ranks have groups of their own
-            bind(dim, group)
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """What names groups by dimensions, measures without them, and adds up norms."""

@@ -282,6 +282,36 @@ def test_a_failure_in_one_column_ends_the_step_on_all_ranks_and_all_go_on() -> N
         assert told["forward"] == told["backward"] == (kind, True)
 
 
+def compiling(_: DeviceMesh) -> dict[str, Any]:
+    """What ranks are told when the model itself fails in one column, and that they go on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    x, y = data()
+    told: dict[str, Any] = {}
+    with pipe_of(mesh) as pipe:
+        block: Any = pipe._model.layers[1]
+        failing = block.register_forward_pre_hook(broken) if mesh.get_rank() == 3 else None
+        begin = time.monotonic()
+        with pytest.raises(fxpipe.FxpipeError) as raised:
+            pipe.step(x, target=y)
+        told["first"] = type(raised.value).__name__, "here" in str(raised.value)
+        assert time.monotonic() - begin < 10
+        if failing is not None:
+            failing.remove()
+        told |= {f"loss {step}": pipe.step(x, target=y).clone() for step in range(2)}
+        told |= pipe.state_dict(full=True)
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones, group=mesh.get_group("tp"))
+    assert ones.item() == 2  # the mesh is as it was
+    return told
+
+
+def test_a_failure_in_one_column_while_it_is_compiled_ends_on_all_ranks_and_all_go_on() -> None:
+    expected = looped(made())
+    for rank, told in enumerate(on_ranks(4, compiling)):
+        near(told, expected, "after a failure")
+        assert told["first"] == ("InputError" if rank == 3 else "RankError", True)
+
+
 def saved(_: DeviceMesh, folder: Path, load: bool, shape: dict[str, int]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     x, y = data()
