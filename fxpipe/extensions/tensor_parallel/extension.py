@@ -49,11 +49,6 @@ class TensorParallel(Extension):
                 f"the mesh has the dimensions {', '.join(self.dims)}, over which stages are "
                 'divided on CPU ranks alone so far; give init_device_mesh("cpu", ...)'
             )
-        if options.shards and options.clips:
-            raise InputError(
-                "clip_norm and scaler with sharded optimizers or weights are not possible where "
-                f"stages are divided over {', '.join(self.dims)}; leave out one of them"
-            )
         names = {type(each).__name__ for each in options.extensions}
         for name in ("Inductor", "CudaGraphs", "Slices"):
             if name in names:
@@ -108,10 +103,10 @@ def add_norms(program: Program) -> Program:
     """Program → Program: the norms of a stage's gradients are those over all columns.
 
     before:  norm         s0
-    after:   column_norm  s0
+    after:   column_norm  s0 of norm
     """
     lists = [
-        tuple(ColumnNorm(x.stage, x.batch) if type(x) is Norm else x for x in row)
+        tuple(ColumnNorm(x.stage, x.batch, x.opcode) if isinstance(x, Norm) else x for x in row)
         for row in program.lists
     ]
     return replace(program, lists=tuple(lists))

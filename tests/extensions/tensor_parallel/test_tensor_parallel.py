@@ -102,14 +102,18 @@ def test_losses_and_weights_are_those_of_one_process() -> None:
 def test_they_are_so_beside_replicas_whose_weights_are_sharded_in_any_order_of_the_mesh() -> None:
     cases: list[dict[str, Any]] = [
         {"schedule": "1f1b"},
-        {"schedule": "looped-bfs", "extensions": [fxpipe.Sharding("zero3")]},
+        {"schedule": "looped-bfs", "extensions": [fxpipe.Sharding("zero3")], "clip_norm": 0.5},
     ]
     if DEEP:
         every: list[Any] = [fxpipe.Sharding("zero3")]
-        cases = [{"schedule": each["schedule"], "extensions": every} for each in FLUSHING[2:]]
+        cases += [{"schedule": each["schedule"], "extensions": every} for each in FLUSHING[2:]]
+        others = fxpipe.Sharding("zero2"), fxpipe.Replicas(shard_optimizer=True), fxpipe.Replicas()
+        cases += [{"extensions": [each], "clip_norm": 0.5} for each in others]
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        cases.append({"extensions": every, "clip_norm": 0.5, "scaler": scaler})
     for found in on_ranks(8, trained, {"dp": 2, "tp": 2, "pp": 2}, cases):
         for case, seen in zip(cases, found, strict=True):
-            near(seen, looped(made()), str(case))
+            near(seen, looped(made(), clip=case.get("clip_norm")), str(case))
 
 
 class Tied(nn.Module):
