@@ -211,13 +211,7 @@ class Alone(Ranks):
     """A rank without the others, which all say what it says."""
 
     def __init__(self, rank: int, size: int, replicas: int) -> None:
-        self.rank, self.size, self.replicas = rank, size, replicas
-        self.names = [f"rank {number}" for number in range(size)]
-        self._devices = size // replicas
-        self.replica, self.device = divmod(rank, self._devices)
-        first = rank - self.device
-        self.pipeline = range(first, first + self._devices)
-        self.twins = range(self.device, size, self._devices)
+        self._stand(rank, [f"rank {number}" for number in range(size)], replicas)
         self.epoch = self.summed = self.threads = 0
         self.timeout, self.closed, self.store = 60.0, False, None
 

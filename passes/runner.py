@@ -41,12 +41,15 @@ class Pass:
         provides: the facts that it returns, in this order.
         when: the pass runs if this fact holds, or with ``not`` before it if the fact does not hold.
             Empty for a pass that always runs.
+        apart: for a pass of programs: whether it makes the list of a device from those of the
+            devices with which it exchanges values alone, so that others may be missing.
     """
 
     function: Callable[..., Any]
     requires: str
     provides: str
     when: str = ""
+    apart: bool = False
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -333,14 +333,22 @@ class Compiler:
         key = (plan.edges, plan.gradients, plan.buckets, schedule.microbatches, purpose, updates)
         whole = partial(self.lowered, plan, schedule, purpose, updates)
         known = self.memo.find("program", key)
-        made = whole() if known is None else None
         program = self.memo.anew(
-            "program", lambda: key, lambda: group.same_program(made, known, plan)
+            "program", lambda: key, lambda: group.same_program(whole, known, schedule, plan)
         )
         return program, whole if group.size > 1 else lambda: program
 
-    def lowered(self, plan: Plan, schedule: Schedule, purpose: Purpose, updates: bool) -> Program:
-        """Lower a plan and a schedule to the program of all devices."""
+    def lowered(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        purpose: Purpose,
+        updates: bool,
+        only: Collection[int] = (),
+    ) -> Program:
+        """Lower a plan and a schedule to the program of all devices; where each pass can, to the
+        lists of these devices alone, of which those that exchange values with no other are
+        whole."""
         facts = {
             "schedule": schedule,
             "plan": plan,
@@ -348,9 +356,12 @@ class Compiler:
             "pause": purpose == "call",
             "replicas": self.options.replicas,
             "streams": bool(self.options.places),
+            "only": only,
         }
         # all ranks of a replica make the same program, and compare it
         trusted = () if self.options.group.device == 0 else (Program,)
         made = passes.of(self.options, "program")
+        if not all(each.apart for each in made if each.runs(facts)):
+            facts["only"] = ()
         program: Program = run_all(made, facts, trusted)["program"]
         return program

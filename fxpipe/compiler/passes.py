@@ -165,9 +165,9 @@ DEVICES = (Pass(_PLACE, "plan, device, stage_devices", "plan"),)
 """Let stages make their tensors on the devices where they run; for devices with streams."""
 
 PROGRAM = (
-    Pass(Lower, "schedule, plan, updates, pause, replicas", "program"),
-    Pass(communicate, "program", "program"),
-    Pass(free, "program", "program"),
+    Pass(Lower, "schedule, plan, updates, pause, replicas, only", "program", apart=True),
+    Pass(communicate, "program", "program", apart=True),
+    Pass(free, "program", "program", apart=True),
     Pass(_STREAMS, "program", "program", when="streams"),
 )
 """A schedule and a plan → what each device runs."""

@@ -130,12 +130,17 @@ class Group:
         """Raise RankError unless all ranks have made the same plans of a graph, one for each size
         of micro-batches."""
 
-    def same_program(self, made: Program | None, known: Program | None, plan: Plan) -> Program:
-        """Raise RankError unless all ranks have made the same program, or know it already; returns
+    def same_program(
+        self,
+        lower: Callable[..., Program],
+        known: Program | None,
+        schedule: Schedule,
+        plan: Plan,
+    ) -> Program:
+        """Make a program, unless it is known: ``lower(only=devices)`` has their lists alone, and
+        ``lower()`` all. Raises RankError unless all ranks make the same one, or know it; returns
         what this rank needs of it."""
-        program = known if made is None else made
-        assert program is not None
-        return program
+        return lower() if known is None else known
 
     def same_call(
         self,

@@ -46,13 +46,18 @@ def _lines(program: Program) -> Iterator[str]:
     yield " ".join(["passes", *map(print_title, program.passes)])
     for edge in (*program.edges, *program.gradients):
         yield f"edge {edge}"
-    for device, list_ in enumerate(program.lists):
-        yield f"device {device}"
-        if not program.launches:
-            yield from [f"  {_column(instruction)}" for instruction in list_]
-            continue
-        for instruction, launch in zip(list_, program.launches[device], strict=True):
-            yield f"  {_column(instruction):<{_COLUMN}} {_print_launch(launch)}".rstrip()
+    for device in range(program.devices):
+        yield from list_lines(program, device)
+
+
+def list_lines(program: Program, device: int) -> Iterator[str]:
+    """The lines of a device."""
+    yield f"device {device}"
+    if not program.launches:
+        yield from [f"  {_column(instruction)}" for instruction in program.lists[device]]
+        return
+    for instruction, launch in zip(program.lists[device], program.launches[device], strict=True):
+        yield f"  {_column(instruction):<{_COLUMN}} {_print_launch(launch)}".rstrip()
 
 
 def _print_launch(launch: Launch) -> str:

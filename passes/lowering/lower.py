@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -58,12 +58,14 @@ class Lower:
             the outputs and later provide their gradients; in a schedule with a flush, whose
             devices run all forwards first, such as gpipe.
         replicas: how many pipelines run the program side by side.
+        only: the devices of which lists are made, the others' stay empty; by default all.
     """
 
     plan: Plan
     updates: bool = True
     pause: bool = False
     replicas: int = 1
+    only: Collection[int] = ()
     name: ClassVar[str] = "lower"
 
     @without_collection()
@@ -86,6 +88,8 @@ class Lower:
             gradients=self.plan.gradients if schedule.trains else (),
             lists=tuple(
                 tuple(self._device(instructions, schedule, device))
+                if device in (self.only or (device,))
+                else ()
                 for device in range(schedule.devices)
             ),
             passes=(self.name,),

@@ -26,6 +26,7 @@ from fxpipe.ir.traced import Traced
 from fxpipe.passes.partition.assignment import (
     Assignment,
     bonds,
+    constants,
     in_order,
     is_within,
 )
@@ -129,7 +130,7 @@ def cut_at(
             f"partition names {len(at)} cuts, which make {len(at) + 1} stages, for "
             f"{stages} devices; name {stages - 1}"
         )
-    nodes = in_order(traced)
+    nodes, constant = in_order(traced), constants(traced)
     place_of = {node: place for place, node in enumerate(nodes)}
     runs: list[tuple[int, int, str]] = []
     for bond in bonds(traced, nodes):
@@ -143,6 +144,8 @@ def cut_at(
         place = next((i for i, node in enumerate(nodes) if is_within(node, name)), None)
         if place is None:
             raise PartitionError(_nothing_of(name, nodes))
+        while place and nodes[place - 1] in constant:  # made for this use, perhaps elsewhere
+            place -= 1
         if cuts and place == cuts[-1]:
             raise PartitionError(
                 f"the cuts at {at[len(cuts) - 1]!r} and at {name!r} are one and the same, and "

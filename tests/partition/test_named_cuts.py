@@ -71,3 +71,31 @@ def test_a_stage_begins_where_its_submodule_does(name: str) -> None:
     )
     before = list(itertools.takewhile(lambda node: node is not first, in_order(traced)))
     assert {node.name for node in before} == {n for n, s in assignment.nodes.items() if s == 0}
+
+
+class Given(nn.Module):
+    """Multiplies by a weight that is made elsewhere."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ weight)
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), Given()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight * 2
+        out: torch.Tensor = self.second(self.first(x), weight)
+        return out
+
+
+def test_a_stage_can_begin_where_a_weight_that_is_made_elsewhere_is_first_used() -> None:
+    model = Doubled()
+    traced = front_end(model, torch.randn(3, 4))
+    found = cut_at(traced, 2, ["second"], model)
+    weight = next(n for n in traced.graph.nodes if n.target is torch.ops.aten.mul.Tensor)
+    assert [found.nodes[node.name] for node in (weight, *weight.users)] == [1, 1]
+    assert 0 in found.nodes.values()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import compress
 from math import inf
 from time import perf_counter_ns
+from traceback import format_exception
 from typing import Any
 
 import torch
@@ -25,10 +27,10 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.attributes import restoring
-from fxpipe.extensions.ranks.channels import RankBackend
-from fxpipe.extensions.ranks.group import RankGroup
+from fxpipe.extensions.ranks.channels import PATIENCE, RankBackend
+from fxpipe.extensions.ranks.group import RankGroup, text_digest
 from fxpipe.extensions.ranks.owned import Owned, owned
-from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.ranks.program import OwnProgram, devices_near
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.ir.program import Program
@@ -38,6 +40,7 @@ from fxpipe.kernels.graph import COMPILED, GraphKernel, is_compiled
 from fxpipe.parts import Parts
 from fxpipe.runtime.batch import MicroBatches
 from fxpipe.text.plan import print_graph
+from fxpipe.text.program import list_lines
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
 from fxpipe.torchtools.part import refuse_state
@@ -53,6 +56,7 @@ class Ranks(RankGroup):
 
     _state: tuple[tuple[Any, ...], Sequence[str]] | None = None
     _divided: Any = None  # the model's DTensors, by an extension
+    _backend: RankBackend
     _shards = False  # whether each replica keeps only some parameters by now
 
     def divided(self, model: nn.Module) -> Sequence[Extension]:
@@ -69,8 +73,35 @@ class Ranks(RankGroup):
         self._divided = made.divided
         return (made,)
 
+    @contextmanager
+    def _in_columns(self) -> Iterator[None]:
+        """Inside, what the model's DTensors communicate goes over the pipe's own groups, which end
+        when a rank fails: the error is then that rank's."""
+        if self._divided is None:
+            yield
+            return
+        pairs = self._backend.connected()
+        before, self._stops = self._stops, pairs.abort
+        try:
+            with self._divided.over_own_groups():
+                yield
+        except BaseException as error:
+            self.epoch = max(self.epoch, pairs.number + 1)  # the others end these groups
+            deadline = time.monotonic() + PATIENCE * ("gloo" in "".join(format_exception(error)))
+            while self.failure is None and time.monotonic() < deadline:
+                time.sleep(0.01)  # what has failed elsewhere is about to be told
+            if self.failure is not None:
+                raise self.failure from None
+            raise
+        finally:
+            self._stops = before
+
     def joined(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if self._divided is None else self._divided.joined(name, tensor)
+        if self._divided is None:
+            return tensor
+        with self._in_columns():
+            whole: Tensor = self._divided.joined(name, tensor)
+            return whole
 
     def parted(self, name: str, tensor: Tensor) -> Tensor:
         return tensor if self._divided is None else self._divided.parted(name, tensor)
@@ -91,7 +122,8 @@ class Ranks(RankGroup):
         kind: type[RankBackend] = RankBackend
         if options.places:
             kind = Parts.rank_streams.find(f"{options.here} has streams, and")
-        return kind(self, options)
+        self._backend = kind(self, options)
+        return self._backend
 
     def same_options(self, options: Options) -> None:
         self.agree(
@@ -102,7 +134,8 @@ class Ranks(RankGroup):
     def compiling(self, parts: Sequence[object]) -> Iterator[None]:
         restore = restoring(parts)
         try:
-            yield
+            with self._in_columns():
+                yield
             self.exchange("the compilation", held=True)
         except BaseException:
             restore()
@@ -134,12 +167,30 @@ class Ranks(RankGroup):
         text = f"{traced}\n{traced.backward and print_graph(traced.backward.graph)}"
         self.agree("the captured graph", "", parts=_NUMBER.sub("0", text))
 
-    def same_program(self, made: Program | None, known: Program | None, plan: Plan) -> Program:
-        # another replica may have to make what this rank knows
-        text = "" if made is None else f"{made}buckets {plan.buckets}\n"
-        own = known if made is None else OwnProgram.of(made, self.device)
-        self.agree("the compiled program", "", own=text)
-        return super().same_program(own, None, plan)
+    def same_program(
+        self,
+        lower: Callable[..., Program],
+        known: Program | None,
+        schedule: Schedule,
+        plan: Plan,
+    ) -> Program:
+        """The first rank of a replica makes and verifies the whole. The others make what they run,
+        and compare their own lists with that."""
+        about, own, frame = "the compiled program", known, ""
+        digests: dict[int, str] = {}
+        if own is None:  # else another replica may have to make it
+            made = lower(only=devices_near(schedule, plan, self.device) if self.device else ())
+            own = OwnProgram.of(made, self.device)
+            frame = f"{replace(own, lists=(), launches=())}buckets {plan.buckets}\n"
+            for device in [self.device] if self.device else range(made.devices):
+                digests[device] = text_digest(_list_text(made, device))
+        answers = self.agree(about, "", own=frame, value=digests)
+        for rank in range(self.size):
+            device = rank % self._devices
+            if answers[rank].get(device) != answers[rank - device].get(device):
+                text = _list_text(made, device) if device in digests else ""
+                self.differs(about, rank - device, rank, text)
+        return super().same_program(lower, own, schedule, plan)
 
     def same_call(
         self,
@@ -297,6 +348,10 @@ def state_text(model: nn.Module, state: tuple[Any, ...]) -> list[str]:
         f"autocast: {cast or 'none'}",
         f"the default type of numbers: {dtype}",
     ]
+
+
+def _list_text(program: Program, device: int) -> str:
+    return "\n".join(list_lines(program, device))
 
 
 def digest(tensor: Tensor) -> str:

@@ -309,15 +309,20 @@ class RankBackend(Backend):
         return (self.group.device,)
 
     def channels(self, program: Program, threads: int, jobs: Mapping[int, Job]) -> Any:
-        """Also makes the process groups that the program needs and that do not exist yet; all anew
-        after a failure. Raises like PairGroups.connect."""
+        """Also makes the process groups that the program needs. Raises like PairGroups.connect."""
         assert isinstance(program, OwnProgram)
+        pairs = self.connected(program)
+        return self.between(program, self.group, jobs, pairs, self._in_order)
+
+    def connected(self, program: OwnProgram | None = None) -> PairGroups:
+        """The process groups that a program needs, or every program: those that do not exist yet
+        are made, all anew after a failure. Raises like PairGroups.connect."""
         if self.pairs.number != self.group.epoch:
             self.pairs.abort()
             self.pairs.drained()
             self.pairs = self._new_pairs()
         self.pairs.connect(program)
-        return self.between(program, self.group, jobs, self.pairs, self._in_order)
+        return self.pairs
 
     def end(self) -> None:
         self.pairs.drained()  # after a failure, until no stream waits for other ranks

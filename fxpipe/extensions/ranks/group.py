@@ -13,7 +13,7 @@ from itertools import pairwise, zip_longest
 from math import inf, prod
 from operator import itemgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
@@ -88,19 +88,8 @@ class RankGroup(Group):
         first column's ranks come first, of these the first replica's, and within a replica they are
         in the order of devices. ``columns`` has for each dimension of the mesh that divides stages
         this rank and those that have the other parts."""
-        self.rank, self.size, self.replicas = rank, len(names), replicas
-        self.names, self.store, self.timeout = names, store, timeout
-        self.groups: Mapping[str, Any] = {}
-        self.columns = {dim: tuple(ranks) for dim, ranks in columns.items()}
-        self._each = self.size // prod(map(len, self.columns.values()))  # ranks of a column
-        self._devices = self._each // self.replicas
-        self.column, within = divmod(self.rank, self._each)
-        self.replica, self.device = divmod(within, self._devices)
-        first = self.rank - self.device
-        self.pipeline = range(first, first + self._devices)
-        beginning = self.column * self._each
-        self.own_column = range(beginning, beginning + self._each)
-        self.twins = self.own_column[self.device :: self._devices]
+        self._stand(rank, names, replicas, columns)
+        self.store, self.timeout = store, timeout
         self.summed = self.epoch = 0
         self._dealt: dict[str, int] = {}  # name of a parameter → the replica that has it
         self.closed = False
@@ -121,8 +110,30 @@ class RankGroup(Group):
         self._told = False  # whether this rank has announced that the call failed
         self._outcome_told = False  # whether it has sent, in this call, how far it has come
         self._failed: Callable[[], str] = lambda: ""
+        self._stops: Callable[[], None] = lambda: None  # ends what runs outside of runs
         self._tree = Tree(rank, self.size, edges, store, weakref.WeakMethod(self._deliver))
         weakref.finalize(self, self._tree.end).atexit = False
+
+    def _stand(
+        self,
+        rank: int,
+        names: Sequence[str],
+        replicas: int,
+        columns: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    ) -> None:
+        """Find the rank's place among the others, see ``__init__``."""
+        self.rank, self.size, self.replicas, self.names = rank, len(names), replicas, names
+        self.groups: Mapping[str, Any] = {}
+        self.columns = {dim: tuple(ranks) for dim, ranks in columns.items()}
+        self._each = self.size // prod(map(len, self.columns.values()))  # ranks of a column
+        self._devices = self._each // self.replicas
+        self.column, within = divmod(self.rank, self._each)
+        self.replica, self.device = divmod(within, self._devices)
+        first = self.rank - self.device
+        self.pipeline = range(first, first + self._devices)
+        beginning = self.column * self._each
+        self.own_column = range(beginning, beginning + self._each)
+        self.twins = self.own_column[self.device :: self._devices]
 
     # calls
 
@@ -333,21 +344,24 @@ class RankGroup(Group):
             RankError: a text differs; the message shows the first line that differs.
         """
         texts = [text, own, twins, parts]
-        digests = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
-        answers = self.exchange(about, [*digests, value])
+        answers = self.exchange(about, [*map(text_digest, texts), value])
         for rank in range(self.size):
             device, column = rank % self._devices, rank - rank % self._each
             replica = (rank - column) - device
             for kind, first in enumerate((0, replica, column + device, rank % self._each)):
                 if answers[rank][kind] != answers[first][kind]:
-                    full = self.exchange(f"{about} in full", texts[kind])
-                    differs = difference(self.names, first, rank, full)
-                    raise RankError(
-                        f"{about} differs between ranks: {differs}; give all ranks the same model, "
-                        "options, settings and inputs",
-                        rank=rank,
-                    )
+                    self.differs(about, first, rank, texts[kind])
         return [answer[-1] for answer in answers]
+
+    def differs(self, about: str, first: int, rank: int, text: str) -> NoReturn:
+        """Raise the RankError that says where the texts of two ranks differ. All ranks call it, and
+        only the texts of these two count."""
+        full = self.exchange(f"{about} in full", text if self.rank in (first, rank) else "")
+        raise RankError(
+            f"{about} differs between ranks: {difference(self.names, first, rank, full)}; give all "
+            "ranks the same model, options, settings and inputs",
+            rank=rank,
+        )
 
     @property
     def checks(self) -> bool:
@@ -431,6 +445,7 @@ class RankGroup(Group):
         """Stop all runs because of an error."""
         with self.changed:
             running = [*self._channels.values()]
+        self._stops()
         for channels in running:
             channels.fail(error)
 
@@ -483,6 +498,11 @@ class RankGroup(Group):
             self.changed.notify_all()
         if stops is not None:
             self._stop(stops)
+
+
+def text_digest(text: str) -> str:
+    """What stands for a text where texts are compared."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:

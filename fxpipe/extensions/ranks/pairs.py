@@ -106,8 +106,8 @@ class PairGroups:
         self._aborting = threading.Lock()  # taken once, by the first abort
         self._aborted = threading.Event()
 
-    def connect(self, program: OwnProgram) -> None:
-        """Make the groups that a program needs and that do not exist yet.
+    def connect(self, program: OwnProgram | None = None) -> None:
+        """Make the groups that a program needs, or every program, and that do not exist yet.
 
         All ranks call this for the same program. Groups of gloo are made side by side, others in
         one common order, so that ranks cannot wait for each other in a cycle.
@@ -115,8 +115,8 @@ class PairGroups:
         Raises:
             RankError: another rank has failed meanwhile, or cannot be reached.
         """
-        needed = [self._pair(*link) for link in program.links]
-        if self._ranks.replicas > 1:
+        needed = [self._pair(*link) for link in program.links] if program else []
+        if program and self._ranks.replicas > 1:
             needed.append(tuple(self._ranks.twins))
         needed += self._ranks.columns.values()
         new = [members for members in needed if members not in self._groups]

@@ -8,8 +8,10 @@ from functools import cached_property
 from itertools import chain
 
 from fxpipe.ir import instruction as ins
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import CROSSING, Buffer
+from fxpipe.ir.schedule import Schedule
+from fxpipe.ir.value import CROSSING, HOST, Buffer
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ class OwnProgram(Program):
         each direction apart, sorted."""
         moves = (x for x in chain(*self.lists) if isinstance(x, ins.Send | ins.Receive))
         return tuple(sorted({self.ends_of(x.buffer) for x in moves if x.buffer.kind in CROSSING}))
+
+
+def devices_near(schedule: Schedule, plan: Plan, device: int) -> frozenset[int]:
+    """A device and those with which it exchanges values, whose lists decide what it does: none,
+    which stands for all, where it may be any."""
+    if schedule.overlaps or schedule.working or "C" in schedule.kinds:
+        return frozenset()
+    place = [*schedule.placement, HOST]  # the last one is that of HOST
+    ends = ((place[e.source], place[e.target]) for e in (*plan.edges, *plan.gradients))
+    return frozenset((device, *(end for pair in ends if device in pair for end in pair))) - {HOST}
 
 
 def _confirmed(program: Program, device: int) -> dict[int, Buffer]:

@@ -60,4 +60,4 @@ class Replicas(Extension):
         """With sharded optimizers, what exchanges new weights."""
         if not options.shards:
             return {}
-        return {"program": [("lower", Pass(gather_weights, "program", "program"))]}
+        return {"program": [("lower", Pass(gather_weights, "program", "program", apart=True))]}

@@ -94,7 +94,7 @@ class Sharding(Extension):
         if not options.shards:
             return {}
         change = self.shard if options.sharded_weights else self.keep
-        found = {"program": [("lower", Pass(change, "program, updates", "program"))]}
+        found = {"program": [("lower", Pass(change, "program, updates", "program", apart=True))]}
         if options.sharded_weights:
             found["schedule"] = [("add_clip", Pass(self.add_shards, "schedule", "schedule"))]
             found["plan"] = [("divide", Pass(remake_views, "plan", "plan"))]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -135,13 +136,37 @@ def bound_to(dim: str, backend: Any, rank: int, size: int) -> None:
     """Let collectives of a dimension run over a backend of CPU ranks, of which this process has a
     number."""
     if backend not in _around:
-        kind = dist.ProcessGroup.BackendType.GLOO
-        stores: Any = dist
-        group: Any = dist.ProcessGroup(stores.HashStore(), rank, size)
-        group._set_default_backend(kind)
-        group._register_backend(torch.device("cpu"), kind, backend)
-        _around[backend] = group
+        _around[backend] = _around_backend(backend, rank, size)
     bind(dim, _around[backend])
+
+
+def _around_backend(backend: Any, rank: int, size: int) -> Any:
+    kind, stores = dist.ProcessGroup.BackendType.GLOO, cast(Any, dist)
+    group: Any = dist.ProcessGroup(stores.HashStore(), rank, size)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cpu"), kind, backend)
+    return group
+
+
+@contextmanager
+def rerouted(dims: Mapping[str, str]) -> Iterator[None]:
+    """Inside, collectives over process groups of torch.distributed, by their names, run over those
+    to which dimensions are bound."""
+    c10d: Any = torch._C._distributed_c10d
+    before = {name: c10d._resolve_process_group(name) for name in dims}
+    try:
+        for name, dim in dims.items():
+            bound = _bound[dim]
+            backend = bound._get_backend(torch.device("cpu"))
+            group = _around_backend(backend, bound.rank(), bound.size())
+            group._set_group_name(name)  # the mesh finds its groups by their names
+            c10d._unregister_process_group(name)
+            c10d._register_process_group(name, group)
+        yield
+    finally:
+        for name, group in before.items():
+            c10d._unregister_process_group(name)
+            c10d._register_process_group(name, group)
 
 
 def without_collectives(plan: Plan) -> Plan:

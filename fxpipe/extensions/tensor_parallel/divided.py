@@ -11,6 +11,7 @@ collectives. Everything else sees ordinary parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.tensor_parallel.collectives import rerouted
 
 
 class Spec(NamedTuple):
@@ -123,6 +125,10 @@ class Divided:
             for name in spec.mesh.mesh_dim_names or ():
                 found[str(spec.mesh.get_group(name).group_name)] = name
         return found
+
+    def over_own_groups(self) -> AbstractContextManager[None]:
+        """See ``rerouted``."""
+        return rerouted(self.groups())
 
     def joined(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of a parameter, or of what belongs to one, as all ranks call this in the same

@@ -13,7 +13,6 @@ from fxpipe.errors import InputError
 from fxpipe.extend import Extension, Kernels
 from fxpipe.extensions.clipping.opcodes import Norm
 from fxpipe.extensions.tensor_parallel.collectives import (
-    bind,
     in_columns,
     name_groups,
     without_collectives,
@@ -50,11 +49,6 @@ class TensorParallel(Extension):
                 f"the mesh has the dimensions {', '.join(self.dims)}, over which stages are "
                 'divided on CPU ranks alone so far; give init_device_mesh("cpu", ...)'
             )
-        if options.shards and options.clips:
-            raise InputError(
-                "clip_norm and scaler with sharded optimizers or weights are not possible where "
-                f"stages are divided over {', '.join(self.dims)}; leave out one of them"
-            )
         names = {type(each).__name__ for each in options.extensions}
         for name in ("Inductor", "CudaGraphs", "Slices"):
             if name in names:
@@ -62,8 +56,6 @@ class TensorParallel(Extension):
                     f"{name} does not know the collectives of stages that are divided over "
                     f"{', '.join(self.dims)}; leave it out"
                 )
-        for dim, group in self.groups.items():  # until the ranks have groups of their own
-            bind(dim, group)
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """What names groups by dimensions, measures without them, and adds up norms."""
@@ -72,7 +64,7 @@ class TensorParallel(Extension):
             "partition": [("", Pass(self.same_parts, "traced", ""))],
             "follow": [("", Pass(self.same_parts, "traced", ""))],
             "measure": [("", Pass(without_collectives, "plan", "plan"))],
-            "program": [("lower", Pass(add_norms, "program", "program"))],
+            "program": [("lower", Pass(add_norms, "program", "program", apart=True))],
         }
 
     def name_groups(self, traced: Traced) -> Traced:
@@ -111,10 +103,10 @@ def add_norms(program: Program) -> Program:
     """Program → Program: the norms of a stage's gradients are those over all columns.
 
     before:  norm         s0
-    after:   column_norm  s0
+    after:   column_norm  s0 of norm
     """
     lists = [
-        tuple(ColumnNorm(x.stage, x.batch) if type(x) is Norm else x for x in row)
+        tuple(ColumnNorm(x.stage, x.batch, x.opcode) if isinstance(x, Norm) else x for x in row)
         for row in program.lists
     ]
     return replace(program, lists=tuple(lists))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fxpipe.extend import find
 from fxpipe.extensions.clipping.opcodes import Norm
 
 if TYPE_CHECKING:
@@ -16,12 +17,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class ColumnNorm(Norm):
     """Add up the norms of the parts of gradients, and send them to all stages; those of gradients
-    that every column has whole count once. Roughly: norms = [sum(column.norm()) for g in …]."""
+    that every column has whole count once. Roughly: norms = [sum(column.norm()) for g in …].
+
+    Attributes:
+        first: the opcode of what makes the norms of this column.
+    """
 
     opcode = "column_norm"
+    form = f"{Norm.form[0]} of {{first:word}}", "s0 of norm"
+    first: str = Norm.opcode
 
     def run(self, machine: Machine) -> None:
-        Norm.run(self, machine)
+        find("instruction", self.first)(self.stage, self.batch).run(machine)
         values, buffers = machine.store.values, self.makes(machine.program)
         norms: list[Tensor | None] = [*values[buffers[0]]]
         names = [argument.target for argument in machine.stages[self.stage].parameters]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxpipe
+from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
+from fxpipe.extend import Extension
+from fxpipe.ir.instruction import Free
+from fxpipe.ir.program import Program
+from fxpipe.passes.runner import Pass
 from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -36,6 +42,41 @@ def test_other_inputs_on_one_rank_are_an_error_on_all() -> None:
         assert "the call differs between ranks" in told
         assert "'x: (4, 4)" in told or "'input: (4, 4)" in told
     assert first[1] == second[1]
+
+
+def lowering(mesh: DeviceMesh, who: int) -> str:
+    """What a rank is told where one alone frees a value later, as another version might do."""
+    alone = mesh.get_local_rank() == who
+
+    def late(program: Program) -> Program:
+        row = [x for x in program.lists[who] if not isinstance(x, Free)]
+        freed = [x for x in program.lists[who] if isinstance(x, Free)]
+        rows = list(program.lists)
+        rows[who] = (*row, *freed) if alone else rows[who]
+        return replace(program, lists=tuple(rows))
+
+    class Late(Extension):
+        def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
+            return {"program": [("free", Pass(late, "program", "program", apart=True))]}
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    x = torch.ones(4, 4)
+    with (
+        fxpipe.compile(
+            model, mesh, microbatches=2, loss=F.mse_loss, partition=["1", "2"], extensions=[Late()]
+        ) as pipe,
+        pytest.raises(fxpipe.RankError) as caught,
+    ):
+        pipe.step(x, target=x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("who", [*deep(0, 1), 2])
+def test_another_program_on_one_rank_is_an_error_on_all(who: int) -> None:
+    told = on_ranks(3, lowering, who)
+    for each in told:
+        assert "the compiled program differs between ranks: line" in each
+        assert "'free" in each and "on rank 0" in each and f"on rank {who or 1}" in each
 
 
 class Scaled(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -44,3 +46,18 @@ def test_models_on_ranks_have_the_bits_of_one_process(size: int) -> None:
         assert not differing(alone, [own[number] for own in ranks]), setting
         assert not isinstance(alone, str)
         assert any(name.startswith("gradient") for name in alone)
+
+
+ONE_OF_MANY = """
+from benchmarks.logical import rank_of
+for figure in rank_of({"dp": 2, "pp": 4}, 6, 4).figures:
+    print(figure.name, figure.value, sep="=")
+"""
+
+
+def test_one_rank_of_a_mesh_compiles_on_one_machine_without_the_others() -> None:
+    command = [sys.executable, "-c", ONE_OF_MANY]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    figures = dict(line.split("=") for line in told.splitlines())
+    assert int(figures["values that it sends a step"]) == 8  # there and back, each micro-batch
+    assert int(figures["bytes of these"]) == 8 * 16 * 4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.ranks.program import OwnProgram, devices_near
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import RECIPES
@@ -14,7 +14,7 @@ from fxpipe.ir.value import CROSSING, HOST, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
-from tests.helpers.plans import chain, in_turn, skipping
+from tests.helpers.plans import add_clip, chain, in_turn, skipping
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -28,6 +28,32 @@ def test_it_has_the_window_and_depth_of_the_whole(name: str) -> None:
                 assert (own.window, own.depth) == (program.window, program.depth)
                 assert own.lists[device] == program.lists[device]
                 assert sum(map(len, own.lists)) == len(program.lists[device])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_a_rank_makes_without_the_lists_of_others_is_what_the_whole_gives_it(
+    name: str,
+) -> None:
+    for p, m in [(3, 4), (5, 3)]:
+        written = RECIPES[name](p, m)
+        for schedule in (written, add_clip(written)):
+            for plan_of in (chain, skipping) if schedule.stages > 2 else (chain,):
+                plan = plan_of(schedule.stages)
+                whole = free(communicate(Lower(plan)(schedule)))
+                for device in range(p):
+                    only = devices_near(schedule, plan, device)
+                    part = free(communicate(Lower(plan, only=only)(schedule)))
+                    own, known = OwnProgram.of(part, device), OwnProgram.of(whole, device)
+                    assert own == known and own.confirmed == known.confirmed
+                    assert own.links == known.links and own.depth == known.depth
+                    if only:
+                        assert {d for d, row in enumerate(part.lists) if row} == only
+
+
+def test_a_rank_of_a_chain_makes_the_lists_of_its_neighbours_alone() -> None:
+    plan = chain(8)
+    assert devices_near(RECIPES["1f1b"](8, 4), plan, 3) == {2, 3, 4}
+    assert devices_near(RECIPES["1f1b"](8, 4), plan, 7) == {6, 7}
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -13,7 +13,12 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 
 import fxpipe
@@ -108,6 +113,44 @@ def test_experts_over_a_dimension_of_their_own_train_like_one_process() -> None:
     expected |= {name: p.detach() for name, p in model.named_parameters()}
     for found in on_ranks(4, experts):
         near(found, expected, "experts")
+
+
+def normed() -> nn.Sequential:
+    """Layers in parts with BatchNorms between them."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.BatchNorm1d(8)]
+    layers += [nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8), nn.BatchNorm1d(8)]
+    return nn.Sequential(*layers).double()
+
+
+def with_batchnorm(_: DeviceMesh) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, x = normed(), X[0].double()
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    plan |= {"4": ColwiseParallel(), "6": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    options: dict[str, Any] = {**SGD, "partition": ["4"], "microbatches": 2}
+    with fxpipe.compile(model, mesh, loss=F.mse_loss, **options) as pipe:
+        found = {f"loss {step}": pipe.step(x, target=x).clone() for step in range(2)}
+        return found | dict(pipe.state_dict(full=True))
+
+
+@pytest.mark.deep
+def test_batchnorms_beside_parts_are_those_of_one_process() -> None:
+    model, x = normed(), X[0].double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected: dict[str, Any] = {}
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = [F.mse_loss(model(part), part) / 2 for part in x.chunk(2)]
+        for each in losses:
+            each.backward()
+        optimizer.step()
+        expected[f"loss {step}"] = torch.stack(losses).sum().detach()
+    expected |= model.state_dict()
+    assert expected["7.num_batches_tracked"] == 4
+    for found in on_ranks(4, with_batchnorm):
+        near(found, expected, "BatchNorm")
 
 
 class WithLoss(nn.Module):

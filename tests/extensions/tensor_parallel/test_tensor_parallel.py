@@ -102,14 +102,18 @@ def test_losses_and_weights_are_those_of_one_process() -> None:
 def test_they_are_so_beside_replicas_whose_weights_are_sharded_in_any_order_of_the_mesh() -> None:
     cases: list[dict[str, Any]] = [
         {"schedule": "1f1b"},
-        {"schedule": "looped-bfs", "extensions": [fxpipe.Sharding("zero3")]},
+        {"schedule": "looped-bfs", "extensions": [fxpipe.Sharding("zero3")], "clip_norm": 0.5},
     ]
     if DEEP:
         every: list[Any] = [fxpipe.Sharding("zero3")]
-        cases = [{"schedule": each["schedule"], "extensions": every} for each in FLUSHING[2:]]
+        cases += [{"schedule": each["schedule"], "extensions": every} for each in FLUSHING[2:]]
+        others = fxpipe.Sharding("zero2"), fxpipe.Replicas(shard_optimizer=True), fxpipe.Replicas()
+        cases += [{"extensions": [each], "clip_norm": 0.5} for each in others]
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        cases.append({"extensions": every, "clip_norm": 0.5, "scaler": scaler})
     for found in on_ranks(8, trained, {"dp": 2, "tp": 2, "pp": 2}, cases):
         for case, seen in zip(cases, found, strict=True):
-            near(seen, looped(made()), str(case))
+            near(seen, looped(made(), clip=case.get("clip_norm")), str(case))
 
 
 class Tied(nn.Module):
@@ -280,6 +284,36 @@ def test_a_failure_in_one_column_ends_the_step_on_all_ranks_and_all_go_on() -> N
         near(told, expected, "after failures")
         kind = "ExecutionError" if rank == 3 else "RankError"
         assert told["forward"] == told["backward"] == (kind, True)
+
+
+def compiling(_: DeviceMesh) -> dict[str, Any]:
+    """What ranks are told when the model itself fails in one column, and that they go on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    x, y = data()
+    told: dict[str, Any] = {}
+    with pipe_of(mesh) as pipe:
+        block: Any = pipe._model.layers[1]
+        failing = block.register_forward_pre_hook(broken) if mesh.get_rank() == 3 else None
+        begin = time.monotonic()
+        with pytest.raises(fxpipe.FxpipeError) as raised:
+            pipe.step(x, target=y)
+        told["first"] = type(raised.value).__name__, "here" in str(raised.value)
+        assert time.monotonic() - begin < 10
+        if failing is not None:
+            failing.remove()
+        told |= {f"loss {step}": pipe.step(x, target=y).clone() for step in range(2)}
+        told |= pipe.state_dict(full=True)
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones, group=mesh.get_group("tp"))
+    assert ones.item() == 2  # the mesh is as it was
+    return told
+
+
+def test_a_failure_in_one_column_while_it_is_compiled_ends_on_all_ranks_and_all_go_on() -> None:
+    expected = looped(made())
+    for rank, told in enumerate(on_ranks(4, compiling)):
+        near(told, expected, "after a failure")
+        assert told["first"] == ("InputError" if rank == 3 else "RankError", True)
 
 
 def saved(_: DeviceMesh, folder: Path, load: bool, shape: dict[str, int]) -> dict[str, Any]:
