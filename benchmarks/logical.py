@@ -5,8 +5,8 @@ meet in a real store, which has a process of its own, connect in the tree and wi
 the pipeline, and exchange what a warm step exchanges. Seconds are of processor time, as all share
 the machine; lines are fitted through them.
 
-``python -m benchmarks.logical --mesh dp=16,pp=16 --rank 37`` compiles one rank of a mesh without
-the others, over torch's ``fake`` process groups, and says what it takes.
+``python -m benchmarks.logical --mesh dp=16,pp=16,tp=4 --rank 37`` compiles one rank of a mesh
+without the others, over torch's ``fake`` process groups, and says what it takes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -45,6 +46,7 @@ from fxpipe.extensions.ranks.mesh import joined
 from fxpipe.extensions.ranks.pairs import PairGroups
 from fxpipe.extensions.ranks.program import OwnProgram
 from fxpipe.extensions.ranks.tree import Neighbour
+from fxpipe.extensions.tensor_parallel.collectives import bind
 from fxpipe.ir import instruction as ins
 
 COUNTS = 8, 16, 32, 64, 128, 256
@@ -210,13 +212,29 @@ def simulate(counts: Sequence[int]) -> Report:
 class Alone(Ranks):
     """A rank without the others, which all say what it says."""
 
-    def __init__(self, rank: int, size: int, replicas: int) -> None:
-        self._stand(rank, [f"rank {number}" for number in range(size)], replicas)
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or ()
+        others = [dim for dim in names if dim not in ("dp", "pp")]
+        order = [names.index(dim) for dim in (*others, "dp", "pp")]
+        ranks = mesh.mesh.permute(order).flatten().tolist()
+        columns = {
+            dim: [ranks.index(each) for each in dist.get_process_group_ranks(mesh.get_group(dim))]
+            for dim in others
+        }
+        called = [f"rank {number}" for number in ranks]
+        self._stand(ranks.index(dist.get_rank()), called, mesh["dp"].size(), columns)
+        self.groups = {dim: mesh.get_group(dim) for dim in others}
+        for dim, group in self.groups.items():
+            bind(dim, group)
         self.epoch = self.summed = self.threads = 0
         self.timeout, self.closed, self.store = 60.0, False, None
 
     @contextmanager
     def calling(self, what: str, *, exchanges: bool = False) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def _in_columns(self) -> Iterator[None]:
         yield
 
     def exchange(self, about: str, value: Any = None, *, held: bool = False) -> list[Any]:
@@ -238,15 +256,20 @@ class Alone(Ranks):
 def rank_of(sizes: Mapping[str, int], rank: int, microbatches: int) -> Report:
     """Compile one rank of a mesh, whose model has two layers for each stage."""
     devices, replicas = sizes.get("pp", 1), sizes.get("dp", 1)
-    size = devices * replicas
+    size = math.prod(sizes.values())
     limit = timedelta(seconds=60)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size, timeout=limit)
-    init_device_mesh("cpu", (replicas, devices), mesh_dim_names=("dp", "pp"))
+    shape = {"dp": replicas, "pp": devices, **sizes}
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     torch.set_num_threads(1)
     layers = (nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2 * devices))
     model, x = nn.Sequential(*layers), torch.ones(microbatches, 16)
+    if parts := [dim for dim in shape if dim not in ("dp", "pp")]:
+        ways = ColwiseParallel, RowwiseParallel
+        plan: Any = {f"{at}.0": ways[at % 2]() for at in range(2 * devices)}
+        parallelize_module(model, mesh[parts[0]], plan)
     memory, begin = _resident(), time.process_time()
-    given = Alone(rank, size, replicas), [torch.device("cpu")] * devices
+    given = Alone(mesh), [torch.device("cpu")] * devices
     with patch("fxpipe.entry.read_group", lambda devices: given):
         pipe = fxpipe.compile(
             model,
@@ -295,8 +318,8 @@ def main() -> None:
         simulate(given.counts).publish()
         os._exit(0)  # without waiting for the threads of many ranks
     sizes = {name: int(size) for name, size in (x.split("=") for x in given.mesh.split(","))}
-    if unknown := sizes.keys() - {"dp", "pp"}:
-        parser.error(f"a pipe has the dimensions dp and pp, not {', '.join(sorted(unknown))}")
+    if len(sizes.keys() - {"dp", "pp"}) > 1:
+        parser.error("give one dimension besides dp and pp")
     rank_of(sizes, given.rank, given.microbatches).publish()
 
 

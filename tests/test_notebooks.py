@@ -127,6 +127,7 @@ def test_all_notebooks_are_here() -> None:
         "03_write_your_own",
         "04_two_buffered_weights",
         "05_from_torchgpipe",
+        "06_where_memory_goes",
     ]
 
 

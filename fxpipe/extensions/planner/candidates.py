@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 from fxpipe.errors import InputError
 from fxpipe.extensions.planner.bounds import ALWAYS, NEVER, Modes
@@ -136,7 +136,8 @@ def evaluate(
     device then lacks memory, by its lower bound or as predicted, one of its stages does otherwise:
     each choice is a further candidate, unless the device lacks memory whatever its stages do. A
     candidate that lacks memory by its bounds is not predicted, unless nothing fits: then the one
-    that lacks least is.
+    that lacks least is. Nor is one that has a device whose stages do what was predicted to lack
+    memory before, as what other devices do hardly matters to it.
 
     Args:
         ways: schedules with numbers of micro-batches.
@@ -158,6 +159,8 @@ def evaluate(
     tried: Counter[Way] = Counter()
     most = worth
     least: dict[Way, tuple[float, ...]] = {}
+    lacking: dict[tuple[object, ...], float] = {}  # a device's modes → its peak, as predicted
+    parents: dict[Candidate, tuple[int, float]] = {}  # what lacked before: the device and its peak
 
     def meet(candidate: Candidate, depth: int) -> None:
         if candidate not in met:
@@ -196,11 +199,17 @@ def evaluate(
     while open_ and open_[0][0] <= most:
         seconds, depth, _, candidate = heappop(open_)
         way = candidate.recipe, candidate.microbatches
-        if tried[way] == _MOST:
+        if tried[way] == _MOST or any(least.get(way, ())):
             continue
+        homes = candidate.recipe.place(devices)
+        own = [_of_device(candidate, homes, d) for d in range(devices)]
         needs = Predicted(candidate, seconds, bounds.peaks(candidate) if limited else ())
         if short := limited and not needs.fits(limits):
             refuted.append(needs)
+        elif any(x in lacking for x in own):
+            pairs = zip(own, needs.peaks, strict=True)
+            needs = replace(needs, peaks=tuple(max(x, lacking.get(k, x)) for k, x in pairs))
+            short = True
         else:
             tried[way] += 1
             made = note(candidate)
@@ -210,15 +219,21 @@ def evaluate(
         if recompute is not None and offload is not None:
             continue
         over = needs.over(limits)
+        if not short:
+            lacking |= {k: x for k, x, y in zip(own, needs.peaks, over, strict=True) if y}
+            device, before = parents.get(candidate, (0, inf))
+            if needs.peaks[device] >= before:
+                continue  # what it does more is of no use
         device = over.index(max(over))  # the one that lacks most
         if short or whole or not lacks_always(way, device):
             free = recompute is None, offload is None
-            homes = candidate.recipe.place(devices)
             if whole:
                 sets = [[s for s, home in enumerate(homes) if over[home]]]
             else:
                 sets = [[s] for s, home in enumerate(homes) if home == device]
             for other in _relieved(candidate, sets, *free):
+                if not short and not whole:
+                    parents.setdefault(other, (device, needs.peaks[device]))
                 meet(other, 1 - depth)
 
     def lacks(needs: Predicted) -> float:
@@ -233,6 +248,13 @@ def evaluate(
 
 _MOST = 16
 """Of the candidates that differ only in what their stages do, the most that are predicted."""
+
+
+def _of_device(candidate: Candidate, homes: Sequence[Any], device: int) -> tuple[object, ...]:
+    """What the stages of a device do."""
+    modes = zip(homes, candidate.recompute, candidate.offload or candidate.recompute, strict=True)
+    own = [(again, away) for home, again, away in modes if home == device]
+    return candidate.recipe, candidate.microbatches, device, bool(candidate.offload), *own
 
 
 def _relieved(

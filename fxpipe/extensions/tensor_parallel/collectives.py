@@ -34,7 +34,7 @@ PATIENCE = 5.0
 
 def communicates(node: fx.Node) -> bool:
     """Whether a node is a collective."""
-    return node.target in _STAND_INS
+    return node.target in STAND_INS
 
 
 def _waited(operation: Any) -> Callable[..., Tensor]:
@@ -179,7 +179,7 @@ def without_collectives(plan: Plan) -> Plan:
         graph = deepcopy(module.graph)
         for node in graph.nodes:
             if communicates(node):
-                node.target = _STAND_INS[node.target]
+                node.target = STAND_INS[node.target]
         return fx.GraphModule(module, graph)
 
     stages = [
@@ -195,6 +195,10 @@ def _same(x: Tensor, *_: Any) -> Tensor:
     return x.clone()
 
 
+def _sent(x: Tensor, *_: Any) -> Tensor:
+    return x.clone()
+
+
 def _repeated(x: Tensor, size: int, _: str) -> Tensor:
     return torch.cat([x] * size)
 
@@ -207,9 +211,9 @@ def _dealt(x: Tensor, outputs: list[int], *_: Any) -> Tensor:
     return x.new_zeros(sum(outputs), *x.shape[1:])
 
 
-_STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
+STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
     all_reduce: _same,
-    broadcast: _same,
+    broadcast: _sent,
     all_gather_into_tensor: _repeated,
     reduce_scatter_tensor: _first,
     all_to_all_single: _dealt,

@@ -19,8 +19,11 @@ from fxpipe.extensions.tensor_parallel.collectives import (
 )
 from fxpipe.extensions.tensor_parallel.divided import Divided
 from fxpipe.extensions.tensor_parallel.norms import ColumnNorm
+from fxpipe.extensions.tensor_parallel.times import ColumnLink, add_times, way_of
+from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.traced import Traced
+from fxpipe.passes.partition.measure import NodeCost
 from fxpipe.passes.runner import Pass
 from fxpipe.runtime.group import Group
 
@@ -34,12 +37,14 @@ class TensorParallel(Extension):
         divided: the model's DTensors.
         groups: dimension → the process group of torch.distributed that this rank has there.
         group: the ranks.
+        ways: dimension → the way to its other ranks, once it is measured.
     """
 
     dims: tuple[str, ...]
     divided: Divided = field(repr=False, compare=False)
     groups: Mapping[str, Any] = field(repr=False, compare=False)
     group: Any = field(repr=False, compare=False)
+    ways: dict[str, ColumnLink] = field(default_factory=dict, repr=False, compare=False)
     given = False
 
     def check(self, options: Options) -> None:
@@ -59,11 +64,15 @@ class TensorParallel(Extension):
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
         """What names groups by dimensions, measures without them, and adds up norms."""
+        timed = [("", Pass(self.time_ways, "", ""))] if options.costs is None else []
         return {
-            "capture": [("seed_randomness", Pass(self.name_groups, "traced", "traced"))],
+            "capture": [*timed, ("seed_randomness", Pass(self.name_groups, "traced", "traced"))],
             "partition": [("", Pass(self.same_parts, "traced", ""))],
             "follow": [("", Pass(self.same_parts, "traced", ""))],
-            "measure": [("", Pass(without_collectives, "plan", "plan"))],
+            "measure": [
+                ("", Pass(without_collectives, "plan", "plan")),
+                ("measure", Pass(self.with_collectives, "plan, costs", "costs")),
+            ],
             "program": [("lower", Pass(add_norms, "program", "program", apart=True))],
         }
 
@@ -81,6 +90,14 @@ class TensorParallel(Extension):
             )
         known = {str(group.group_name): dim for dim, group in self.groups.items()}
         return name_groups(traced, self.divided.groups() | known)
+
+    def time_ways(self) -> None:
+        """Time collectives once, on all ranks."""
+        self.ways.update((dim, way_of(dim)) for dim in self.dims if dim not in self.ways)
+
+    def with_collectives(self, plan: Plan, costs: Mapping[str, NodeCost]) -> Mapping[str, NodeCost]:
+        """Add what collectives take to the costs of nodes."""
+        return add_times(plan, costs, self.ways)
 
     def same_parts(self, traced: Traced) -> None:
         """Compare the graphs of all columns, before any of them runs one. Raises RankError if they

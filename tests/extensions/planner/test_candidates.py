@@ -96,6 +96,47 @@ def test_of_many_ways_no_change_on_one_device_is_faster() -> None:
     assert len(found) < 2**stages and best <= 1.05 * min(map(seconds, every))
 
 
+def test_devices_that_lack_memory_each_for_itself_are_not_tried_together() -> None:
+    """Of 256 ways of four stages on two devices few are predicted, and the best is found, even
+    if what costs least is of no use."""
+    recipe, limits = find_recipe("zb-v"), (7.0, 8.0)
+    stages = recipe.place(2)  # 0, 1, 1, 0
+    freed = {"recompute": (1.5, 2.0, 2.0, 1.5), "offload": (0.0, 0.0, 0.0, 0.0)}
+    cost = {"recompute": (1.0, 3.0, 1.0, 2.0), "offload": (0.0, 0.0, 0.0, 0.0)}
+
+    def predict(candidate: Candidate) -> Predicted:
+        peaks, seconds = [10.0, 10.0], 10.0
+        for what in ("recompute", "offload"):
+            modes: Modes = getattr(candidate, what)
+            for s, home in enumerate(stages):
+                if modes[s] == "always":
+                    assert isinstance(home, int)
+                    peaks[home] -= freed[what][s]
+                    seconds += cost[what][s]
+        return Predicted(candidate, seconds, (peaks[0], peaks[1]))
+
+    class Exact(Nothing):
+        def seconds(self, candidate: Candidate) -> float:
+            return predict(candidate).seconds
+
+        def peaks(self, candidate: Candidate) -> tuple[float, ...]:
+            return 0.0, 0.0
+
+    tried: list[Candidate] = []
+
+    def counted(candidate: Candidate) -> Predicted:
+        tried.append(candidate)
+        return predict(candidate)
+
+    modes = list(itertools.product(("never", "always"), repeat=4))
+    every = [predict(Candidate(recipe, 8, a, b)) for a in modes for b in modes]
+    best = min(each.seconds for each in every if each.fits(limits))
+    found = evaluate([(recipe, 8)], None, limits, Exact(), counted, None)
+    fitting = [each.seconds for each in found if each.fits(limits)]
+    assert min(fitting) == pytest.approx(best)
+    assert len(tried) <= 18
+
+
 def test_no_step_takes_less_than_the_closed_form() -> None:
     for recipe in library_over(4):
         unequal: dict[Key, float] = {("F", 2): 3.0, "B": 1.0, "I": 0.7, "W": 0.6, "U": 0.0}

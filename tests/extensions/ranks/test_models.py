@@ -50,7 +50,7 @@ def test_models_on_ranks_have_the_bits_of_one_process(size: int) -> None:
 
 ONE_OF_MANY = """
 from benchmarks.logical import rank_of
-for figure in rank_of({"dp": 2, "pp": 4}, 6, 4).figures:
+for figure in rank_of({"dp": 2, "pp": 4, "tp": 2}, 13, 4).figures:
     print(figure.name, figure.value, sep="=")
 """
 
@@ -60,4 +60,5 @@ def test_one_rank_of_a_mesh_compiles_on_one_machine_without_the_others() -> None
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     figures = dict(line.split("=") for line in told.splitlines())
     assert int(figures["values that it sends a step"]) == 8  # there and back, each micro-batch
+    # whole values go between stages, also where these are divided
     assert int(figures["bytes of these"]) == 8 * 16 * 4

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import fxpipe
 from fxpipe.errors import ExecutionError, InputError
 from fxpipe.extensions.tensor_parallel.collectives import communicates
+from fxpipe.extensions.tensor_parallel.times import ColumnLink
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.partition import measure
@@ -251,6 +252,31 @@ def test_all_ranks_have_one_cut_and_one_program_and_groups_named_by_dimension() 
     for other in others:
         for key in ("cut", "names", "count", "program", "again"):
             assert other[key] == first[key], key
+
+
+def weighed(_: DeviceMesh) -> list[tuple[float, float]]:
+    """The seconds of each stage's forward and backward where a byte takes one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    with pytest.MonkeyPatch.context() as patch:
+        where = "fxpipe.extensions.tensor_parallel.extension.way_of"
+        patch.setattr(where, lambda dim: ColumnLink(2, 0.0, 1.0))
+        with pipe_of(mesh, ("mlp",), partition="auto") as pipe:
+            x, y = data()
+            pipe.step(x, target=y)
+            costs = [stage.costs for stage in pipe.plan.stages]
+            last = max(span.end for span in pipe.simulate().spans)
+    found = [(each.forward, each.backward) for each in costs if each]
+    assert last > 4 * max(map(sum, found))  # four micro-batches
+    return found
+
+
+def test_predictions_count_the_bytes_of_collectives() -> None:
+    value = 2 * 6 * WIDTH * 4  # the bytes of a micro-batch behind each block
+    moved = value * 2 / 2  # two ranks send half of it there and half back
+    for found in on_ranks(4, weighed):
+        # the sum of the block's output; the sums of the gradients of the inputs of w1 and w3
+        total = [sum(each) for each in zip(*found, strict=True)]
+        assert total == pytest.approx([2 * moved, 2 * 2 * moved], rel=1e-3)
 
 
 def failing(_: DeviceMesh) -> dict[str, Any]:
