@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -31,6 +32,7 @@ _TYPED = ("<stdin", "<python-input", "<ipython", "<doctest", "<console")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
+@cache
 def is_users(filename: str) -> bool:
     """Whether a file belongs to the user: not to PyTorch, not to this library, not generated."""
     if filename.startswith("<"):

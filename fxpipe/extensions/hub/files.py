@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from fxpipe.errors import CheckpointError, InputError, told
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+STEMS = "model", "diffusion_pytorch_model"
+"""How the names of files begin: transformers', and diffusers'."""
+
+SINGLE, INDEX = "{}.safetensors", "{}.safetensors.index.json"
+"""All weights in one file, or the index of several, after such a beginning."""
 
 
 class Entry(NamedTuple):
@@ -43,7 +46,7 @@ def entries(folder: Path) -> dict[str, Entry]:
     for file, names in _files(folder).items():
         if not file.is_file():
             raise CheckpointError(
-                f"{folder} has no file {file.name!r}, in which its index has {_few(names)}; "
+                f"{folder} has no file {file.name!r}, in which its index has {few(names)}; "
                 "download the folder again"
             )
         try:
@@ -60,32 +63,34 @@ def entries(folder: Path) -> dict[str, Entry]:
             ) from error
         if lost := [name for name in names if name not in found]:
             raise CheckpointError(
-                f"{file} lacks {_few(lost)}, which the index says it has; download the folder again"
+                f"{file} lacks {few(lost)}, which the index says it has; download the folder again"
             )
     return found
 
 
-def loaded(found: Mapping[str, Entry], names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Read tensors: name → the name that it has in the files. Reads nothing else of the files."""
+def loaded(found: Mapping[str, Entry], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of these names, and nothing else of the files."""
     by_file: dict[Path, list[str]] = {}
-    for name, stored in names.items():
-        by_file.setdefault(found[stored].file, []).append(name)
+    for name in names:
+        by_file.setdefault(found[name].file, []).append(name)
     for file, wanted in by_file.items():
         with safetensors_file(file) as held:
             for name in wanted:
-                yield name, held.get_tensor(names[name])
+                yield name, held.get_tensor(name)
 
 
 def _files(folder: Path) -> dict[Path, list[str]]:
     """File → the names in it by the index; none if there is no index."""
-    index = folder / INDEX
-    if not index.is_file():
-        if not (folder / SINGLE).is_file():
-            raise CheckpointError(
-                f"{folder} has neither {SINGLE} nor {INDEX}; give the folder of a checkpoint as "
-                "save_pretrained or the hub's download makes it"
-            )
-        return {folder / SINGLE: []}
+    indexes = [folder / INDEX.format(stem) for stem in STEMS]
+    index = next((each for each in indexes if each.is_file()), None)
+    if index is None:
+        for stem in STEMS:
+            if (single := folder / SINGLE.format(stem)).is_file():
+                return {single: []}
+        raise CheckpointError(
+            f"{folder} has neither {SINGLE.format(STEMS[0])} nor {INDEX.format(STEMS[0])}; give "
+            "the folder of a checkpoint as save_pretrained or the hub's download makes it"
+        )
     try:
         known = json.loads(index.read_text())["weight_map"]
         pairs = [(str(name), str(file)) for name, file in known.items()]
@@ -102,6 +107,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
     return files
 
 
-def _few(names: list[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
     shown = ", ".join(map(repr, names[:3]))
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

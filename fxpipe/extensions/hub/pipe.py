@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, InputError, told
-from fxpipe.extensions.hub.files import INDEX, SINGLE, Entry, entries, loaded
+from fxpipe.extensions.hub.files import INDEX, SINGLE, STEMS, entries, few, loaded
+from fxpipe.extensions.hub.names import Shape, sources, stored
 from fxpipe.locks import locked
 from fxpipe.pipeline import Pipeline
 from fxpipe.torchtools.part import state_in_part
 
 
 @locked
-def load_hub(pipe: Pipeline, folder: str | os.PathLike[str]) -> None:
+def load_hub(
+    pipe: Pipeline, folder: str | os.PathLike[str], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Load the weights of a folder of the hub: safetensors in one file, or in several with an
     index. Flushes first.
 
     A process reads the tensors of its own stages alone, and a model that was built on the meta
     device gets its memory here. Everything is checked by the headers of the files before anything
-    changes. A tied weight may have any of its names.
+    changes. A tied weight may have any of its names. A model of transformers takes what its
+    ``from_pretrained`` takes: tensors under other names, with or without the base model's prefix,
+    and those that it puts together, such as the weights of experts.
 
     Args:
         folder: a folder as ``save_pretrained`` or the hub's download makes it.
+        strict: whether the folder must have all tensors of the model and no others. Else, tensors
+            that it lacks, such as those of a new head, stay as they are.
+
+    Returns:
+        The names that the folder lacks, and those that the model has not; empty with ``strict``.
 
     Raises:
         CheckpointError: a file is missing or damaged, lies outside of the folder, or the tensors
@@ -37,55 +48,76 @@ def load_hub(pipe: Pipeline, folder: str | os.PathLike[str]) -> None:
     with pipe._group.calling("load_hub"):
         if pipe._options.hollow:
             pipe._used()  # raises before anything is read
-        found = entries(Path(folder))
-        stored = _stored(pipe, found, Path(folder))
-        own = pipe._owned()
-        if own is not None:
-            with state_in_part():
-                held = pipe._model.state_dict(keep_vars=True)
-            stored = {n: s for n, s in stored.items() if own.names.get(id(held[n])) in own.used}
+        model, found = pipe._model, entries(Path(folder))
+        with state_in_part():
+            state = model.state_dict(keep_vars=True)
+        held = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        _refuse_lost_buffers(model, held)
+        every = [(each, each.shapes(found, model)) for each in sources(model, found, held)]
+        shapes = {name: shape for _, made in every for name, shape in made.items()}
+        matched = _matched(pipe, held, shapes, Path(folder))
+        lacking = sorted(held.keys() - matched.keys())
+        unknown = sorted(shapes.keys() - held.keys())
+        if strict:
+            _refuse_others(pipe, Path(folder), lacking, unknown)
+        if (own := pipe._owned()) is not None:
+            there = {n for n, value in held.items() if own.names.get(id(value)) in own.used}
+            matched = {name: of for name, of in matched.items() if name in there}
         pipe._group.exchange("weights of the hub")  # every rank has found all that it needs
-        pipe.load_state_dict(dict(loaded(found, stored)))
+        needed = [each for each, made in every if not made.keys().isdisjoint(matched.values())]
+        read = dict(loaded(found, (name for each in needed for name in each.names)))
+        values: dict[str, Tensor] = {}
+        for each in needed:
+            values |= each.made({name: read.pop(name) for name in each.names}, model)
+        state = {name: values[of] for name, of in matched.items()}
+        pipe.load_state_dict(state, strict=strict)
+        return lacking, unknown
 
 
-def _stored(pipe: Pipeline, found: Mapping[str, Entry], folder: Path) -> dict[str, str]:
-    """Name in the model's state dict → the name in the files."""
-    with state_in_part():
-        state = pipe._model.state_dict(keep_vars=True)
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    for name, buffer in pipe._model.named_buffers():
-        if buffer.is_meta and name not in tensors:
+def _refuse_lost_buffers(model: nn.Module, held: Mapping[str, Any]) -> None:
+    """Raise InputError if a buffer has no data and stands in no state dict."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in held:
             raise InputError(
                 f"the buffer {name!r} stands in no state dict, so that no checkpoint has it, and "
                 "has no data; build the model with its buffers: with "
                 "accelerate.init_empty_weights(include_buffers=False): model = ..."
             )
+
+
+def _matched(
+    pipe: Pipeline, held: Mapping[str, Any], shapes: Mapping[str, Shape], folder: Path
+) -> dict[str, str]:
+    """Name in the model's state dict → the name of the same tensor that the folder has, if it has
+    it. Raises CheckpointError if it has another shape."""
     by_tensor: dict[int, str] = {}
-    for name, value in tensors.items():
-        if name in found:
+    for name, value in held.items():
+        if name in shapes:
             by_tensor.setdefault(id(value), name)
-    stored: dict[str, str] = {}
-    for name, value in tensors.items():
-        at = name if name in found else by_tensor.get(id(value))
-        kind = type(pipe._model).__name__
-        if at is None:
+    matched = {name: by_tensor.get(id(value), "") for name, value in held.items()}
+    matched |= {name: name for name in held.keys() & shapes.keys()}
+    for name, at in matched.items():
+        if at and shapes[at] != (whole := tuple(pipe._group.shown(name, held[name]).shape)):
             raise CheckpointError(
-                f"{folder} has no {name!r}, which {kind} needs; it is of another model, or its "
-                "names have another prefix"
+                f"{at!r} has the shape {shapes[at]} in {folder}, and {whole} in "
+                f"{type(pipe._model).__name__}; it is of a model of another size"
             )
-        whole = tuple(pipe._group.shown(name, value).shape)
-        if found[at].shape != whole:
-            raise CheckpointError(
-                f"{at!r} has the shape {found[at].shape} in {found[at].file}, and {whole} in "
-                f"{kind}; it is of a model of another size"
-            )
-        stored[name] = at
-    if unknown := sorted(found.keys() - {*stored.values()} - tensors.keys()):
+    return {name: at for name, at in matched.items() if at}
+
+
+def _refuse_others(
+    pipe: Pipeline, folder: Path, lacking: Sequence[str], unknown: Sequence[str]
+) -> None:
+    """Raise CheckpointError if there are such names."""
+    kind, cure = type(pipe._model).__name__, "or load what fits: load_hub(folder, strict=False)"
+    if lacking:
         raise CheckpointError(
-            f"{folder} has {unknown[0]!r}, which {type(pipe._model).__name__} has not; it is of "
-            "another model"
+            f"{folder} has no {few(lacking)}, which {kind} needs; it is of another model, {cure}"
         )
-    return stored
+    if unknown:
+        raise CheckpointError(
+            f"{folder} has {few(unknown)}, which {kind} has not; it is of another model, {cure}"
+        )
 
 
 @locked
@@ -117,10 +149,11 @@ def save_hub(
     group, path = pipe._group, Path(folder)
     with group.calling("save_hub"):
         pipe._engine.flush()
-        parts = _parted(_own_tensors(pipe), most)
+        parts = _parted(stored(pipe._model, _own_tensors(pipe)), most)
         counts = [int(count) for count in group.exchange("files", len(parts))]
         total, first = sum(counts), sum(counts[: group.rank])
-        names = [_name(first + at, total) for at in range(len(parts))]
+        stem = STEMS[hasattr(pipe._model, "save_config")]  # as diffusers has it
+        names = [_name(stem, first + at, total) for at in range(len(parts))]
         try:
             path.mkdir(parents=True, exist_ok=True)
             for name, part in zip(names, parts, strict=True):
@@ -135,7 +168,9 @@ def save_hub(
         group.exchange("names of files")
         if not group.rank:
             files = {tensor: file for each, _ in said for tensor, file in each.items()}
-            _finish(pipe, path, files, sum(bytes_ for _, bytes_ in said), config)
+            _finish(path, stem, files, sum(bytes_ for _, bytes_ in said))
+            if config:
+                _configure(pipe._model, path)
         group.exchange("the index")
 
 
@@ -168,23 +203,35 @@ def _parted(tensors: Mapping[str, Tensor], most: float) -> list[dict[str, Tensor
     return parts
 
 
-def _name(index: int, total: int) -> str:
-    return SINGLE if total == 1 else f"model-{index + 1:05d}-of-{total:05d}.safetensors"
+def _name(stem: str, index: int, total: int) -> str:
+    part = f"{stem}-{index + 1:05d}-of-{total:05d}"
+    return SINGLE.format(stem if total == 1 else part)
 
 
-def _finish(pipe: Pipeline, path: Path, files: Mapping[str, str], size: int, config: bool) -> None:
-    """Write the index and the model's configuration, and drop the files of earlier weights."""
+def _finish(path: Path, stem: str, files: Mapping[str, str], size: int) -> None:
+    """Write the index, and drop the files of earlier weights."""
+    there = path / INDEX.format(stem)
     try:
         several = len({*files.values()}) > 1
         if several:
             index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-            (path / f"{INDEX}.part").write_text(json.dumps(index, indent=2) + "\n")
-            os.replace(path / f"{INDEX}.part", path / INDEX)
-        kept = {*files.values(), INDEX} if several else {*files.values()}
-        for old in [*path.glob("model*.safetensors"), path / INDEX]:
+            part = there.with_name(f"{there.name}.part")
+            part.write_text(json.dumps(index, indent=2) + "\n")
+            os.replace(part, there)
+        kept = {*files.values(), there.name} if several else {*files.values()}
+        for old in [*path.glob(SINGLE.format(f"{stem}*")), there]:
             if old.name not in kept:
                 old.unlink(missing_ok=True)
-        if config and hasattr(getattr(pipe._model, "config", None), "save_pretrained"):
-            pipe._model.config.save_pretrained(path)  # type: ignore[union-attr,operator]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written ({told(error)})") from error
+
+
+def _configure(model: Any, path: Path) -> None:
+    """Write the model's configuration, if it has one."""
+    try:
+        if hasattr(model, "save_config"):
+            model.save_config(path)
+        elif hasattr(getattr(model, "config", None), "save_pretrained"):
+            model.config.save_pretrained(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written ({told(error)})") from error

@@ -67,7 +67,7 @@ def compiled(model: nn.Module, devices: Any) -> Pipeline:
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_come_from_the_hub_and_go_back_to_the_bit(tmp_path: Path, tied: bool) -> None:
     model = written(tmp_path / "there", tied)
-    assert (tmp_path / "there" / files.INDEX).is_file()
+    assert (tmp_path / "there" / files.INDEX.format("model")).is_file()
     with compiled(without_data(tied), 2) as pipe:
         pipe.load_hub(tmp_path / "there")
         for name, value in pipe.state_dict().items():
@@ -77,6 +77,99 @@ def test_weights_come_from_the_hub_and_go_back_to_the_bit(tmp_path: Path, tied: 
     assert all(
         torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True)
     )
+
+
+def neox() -> Any:
+    return transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(**SIZES, num_attention_heads=2, max_position_embeddings=16)
+    )
+
+
+def mixtral() -> Any:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, **HEADS, num_local_experts=2)
+    )
+
+
+def stored_otherwise(make: Any, folder: Path) -> Any:
+    """A model with a seed of its own, whose weights are in the folder."""
+    torch.manual_seed(1)
+    model = make()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("make", [neox, mixtral])
+def test_tensors_that_transformers_stores_otherwise_are_read_and_written_in_its_way(
+    tmp_path: Path, make: Any
+) -> None:
+    model = stored_otherwise(make, tmp_path / "there")
+    names = files.entries(tmp_path / "there").keys()
+    assert names != model.state_dict().keys()
+    with compiled(make(), 2) as pipe:
+        assert pipe.load_hub(tmp_path / "there") == ([], [])
+        assert all(torch.equal(x, pipe.state_dict()[n]) for n, x in model.state_dict().items())
+        pipe.save_hub(tmp_path / "back")
+    assert files.entries(tmp_path / "back").keys() == names
+    again = type(model).from_pretrained(tmp_path / "back")
+    assert all(torch.equal(x, again.state_dict()[n]) for n, x in model.state_dict().items())
+
+
+def experts_on_rank(mesh: Any, folder: Path) -> dict[str, Tensor]:
+    with compiled(mixtral(), mesh) as pipe:
+        pipe.load_hub(folder / "there")
+        pipe.save_hub(folder / "back")
+        return dict(pipe.state_dict())
+
+
+def test_each_rank_puts_the_experts_of_its_own_layers_together(tmp_path: Path) -> None:
+    state = stored_otherwise(mixtral, tmp_path / "there").state_dict()
+    parts = on_ranks(2, experts_on_rank, tmp_path)
+    assert {name for part in parts for name in part} == {*state}
+    assert all(torch.equal(value, state[name]) for part in parts for name, value in part.items())
+    for folder in ("there", "back"):
+        again = transformers.MixtralForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in again.items())
+
+
+@pytest.mark.smoke
+def test_weights_of_a_base_model_load_and_a_new_head_stays_as_it_is(tmp_path: Path) -> None:
+    base = llama().model
+    base.save_pretrained(tmp_path)  # without the prefix
+    model = llama()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with compiled(model, 2) as pipe:
+        with pytest.raises(CheckpointError, match=r"no 'lm_head.weight'.*strict=False"):
+            pipe.load_hub(tmp_path)
+        assert not any(map(torch.any, model.parameters()))
+        assert pipe.load_hub(tmp_path, strict=False) == (["lm_head.weight"], [])
+    assert all(
+        torch.equal(x, model.state_dict()[f"model.{n}"]) for n, x in base.state_dict().items()
+    )
+    assert not model.lm_head.weight.any()
+
+
+def test_weights_of_diffusers_have_the_names_of_its_files(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+
+    def unet() -> Any:
+        levels = {"down_block_types": ("DownBlock2D",), "up_block_types": ("UpBlock2D",)}
+        return diffusers.UNet2DModel(8, 1, 1, **levels, block_out_channels=(32,), norm_num_groups=4)
+
+    model, x, t = unet(), torch.rand(2, 1, 8, 8), torch.arange(2)
+    model.save_pretrained(tmp_path / "there")
+
+    def loss(out: Any, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(out.sample, y)
+
+    given = (x, t), {"target": x}
+    with fxpipe.compile(unet(), 2, microbatches=2, loss=loss, example=given) as pipe:
+        pipe.load_hub(tmp_path / "there")
+        pipe.save_hub(tmp_path / "back", most=100_000)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path / "back")
+    assert all(torch.equal(x, again.state_dict()[n]) for n, x in model.state_dict().items())
 
 
 def on_rank(mesh: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
@@ -104,7 +197,7 @@ def test_a_rank_reads_and_writes_its_own_stages_alone(tmp_path: Path) -> None:
     for part, read in parts:
         assert all(torch.equal(value, state[name]) for name, value in part.items())
         assert read == sum(value.nbytes for value in part.values())
-    index = json.loads((tmp_path / "back" / files.INDEX).read_text())
+    index = json.loads((tmp_path / "back" / files.INDEX.format("model")).read_text())
     assert {*index["weight_map"]} == {*state}
     assert len({*index["weight_map"].values()}) == 2
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back")
@@ -152,9 +245,9 @@ def lose_a_file(folder: Path) -> None:
 
 
 def point_outside(folder: Path) -> None:
-    index = json.loads((folder / files.INDEX).read_text())
+    index = json.loads((folder / files.INDEX.format("model")).read_text())
     index["weight_map"]["lm_head.weight"] = "../other.safetensors"
-    (folder / files.INDEX).write_text(json.dumps(index))
+    (folder / files.INDEX.format("model")).write_text(json.dumps(index))
 
 
 def damage(folder: Path) -> None:
@@ -167,7 +260,7 @@ def edit(folder: Path, change: Any) -> None:
     for file in folder.glob("model*"):
         file.unlink()
     change(tensors)
-    save_file(tensors, folder / files.SINGLE)
+    save_file(tensors, folder / files.SINGLE.format("model"))
 
 
 def resize(folder: Path) -> None:
