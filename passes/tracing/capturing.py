@@ -37,7 +37,7 @@ def capturing(as_export: bool, symbolic: bool) -> Iterator[None]:
     """
     with (
         warnings.catch_warnings(),
-        _announced(as_export),
+        announced(as_export),
         _kept_whole(symbolic),
         functorch.patch(backward_pass_autocast="off"),
         distributions_unchecked(),
@@ -51,7 +51,7 @@ def capturing(as_export: bool, symbolic: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _announced(as_export: bool) -> Iterator[None]:
+def announced(as_export: bool) -> Iterator[None]:
     """Inside, ``torch.compiler.is_compiling()`` is True, and ``is_exporting()`` as asked."""
     flags = vars(torch.compiler)
     before = {name: flags.get(name) for name in ("_is_exporting_flag", "_is_compiling_flag")}

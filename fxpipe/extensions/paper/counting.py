@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import InputError, told
 from fxpipe.extensions.paper.operations import Operation, operation, uncounted
+from fxpipe.passes.tracing.capturing import announced
+from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import size_in_bytes
 
 Half = Literal["F", "I", "W"]
@@ -108,17 +110,18 @@ def count(
     """
     counting = _Counting(model, samples, sums)
     try:
-        with counting.watching():
+        with counting.watching(), announced(True):  # or libraries look at the values of masks
             output = model(*args, **kwargs)
             ends = output if loss is None else loss(output)
             ends = getattr(ends, "loss", None) if hasattr(ends, "loss") else ends
             leaves = [x for x in pytree.tree_leaves(ends) if isinstance(x, Tensor)]
             counting.backward([x for x in leaves if x.requires_grad])
     except Exception as error:
+        where = f" at {line}" if (line := source.of_exception(error)) else ""
         raise InputError(
-            f"{type(model).__name__} does not run on the meta device ({told(error)}); a plan needs "
-            "a model whose code reads no values, with all tensors of its forward on the device of "
-            "its inputs"
+            f"{type(model).__name__} does not run on the meta device{where} ({told(error)}); a "
+            "plan needs a model whose code reads no values, with all tensors of its forward on the "
+            "device of its inputs"
         ) from error
     return counting.found
 

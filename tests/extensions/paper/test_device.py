@@ -153,12 +153,26 @@ def test_an_operation_of_which_no_flops_are_counted_is_named(
     assert all(ran.operation.bytes > 0 for ran in found.ran)
 
 
+def test_a_model_that_reads_values_only_where_it_is_not_compiled_is_counted() -> None:
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling() and bool((x != 0).all()):  # as masks are looked at
+                return x
+            return super().forward(x)
+
+    found = Profile(Looks(6, 6), (torch.zeros(5, 6),), {}, None, (), {}, 1).counted(5)
+    assert sum(ran.operation.flops for ran in found.ran) >= 3 * 2 * 5 * 6 * 6 - 2 * 5 * 6 * 6
+
+
 def test_a_model_that_reads_values_is_refused() -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x if x.sum() > 0 else -x
 
-    with pytest.raises(InputError, match="Branches does not run on the meta device"):
+    place = (
+        r"Branches does not run on the meta device at \S*test_device.py:\d+, in forward: return x"
+    )
+    with pytest.raises(InputError, match=place):
         counted(Branches(), 5, 6)
 
 
