@@ -58,7 +58,20 @@ _FREE = {
 }
 """Operations that move no bytes."""
 
-_UNCOUNTED = ("linalg_", "_linalg_", "fft_", "_fft_", "cholesky", "lstm", "gru", "rnn", "einsum")
+_UNCOUNTED = (
+    "linalg_",
+    "_linalg_det",
+    "_linalg_eigh",
+    "_linalg_solve",
+    "_linalg_svd",
+    "fft_",
+    "_fft_",
+    "cholesky",
+    "lstm",
+    "gru",
+    "rnn",
+    "einsum",
+)
 """How the names of operations begin that have products of which torch counts no FLOPs."""
 
 
