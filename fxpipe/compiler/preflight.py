@@ -27,7 +27,7 @@ from fxpipe.log import LOGGER
 from fxpipe.passes.tracing.loss_module import own_loss
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import detached, taken_apart
-from fxpipe.torchtools.state import attributes_kept, hooked, same_sizes, tried
+from fxpipe.torchtools.state import hooked, on_fakes, same_sizes, tried
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -165,7 +165,7 @@ def output_dims(
         return fake
 
     try:
-        with attributes_kept(model), mode, torch.no_grad():
+        with on_fakes(model), mode, torch.no_grad():
             leaves, spec = pytree.tree_flatten((args, kwargs))
             doubles = [doubled(leaf, batch) for leaf, batch in zip(leaves, dims, strict=True)]
             args, kwargs = pytree.tree_unflatten(doubles, spec)

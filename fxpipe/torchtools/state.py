@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 import random
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
+from torch._subclasses import fake_tensor
 
 from fxpipe.errors import TraceError
 from fxpipe.signals import HeldSignals
@@ -52,20 +54,24 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """After the block, modules have the attributes that they had, and dicts and lists among these
-    the items: as those of a run on fakes have no data."""
+def on_fakes(model: nn.Module) -> Iterator[None]:
+    """For runs of a model on fakes. After the block, modules have the attributes that they had, and
+    dicts and lists among these the items: as those of such a run have no data. PyTorch logs no
+    operation that fails: callers raise its error, or find another way."""
     spaces = [vars(module) for module in model.modules()]
     values = [value for space in spaces for name, value in space.items() if name not in OF_EACH]
     dicts = [(each, each.copy()) for each in (*spaces, *(x for x in values if type(x) is dict))]
     lists = [(each, each.copy()) for each in values if type(each) is list]
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        for own, before in dicts:
-            for key in own.keys() - before.keys():
+        log.disabled = before
+        for own, had in dicts:
+            for key in own.keys() - had.keys():
                 del own[key]
-            own.update(before)
+            own.update(had)
         for items, kept in lists:
             items[:] = kept
 

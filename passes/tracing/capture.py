@@ -33,7 +33,7 @@ from fxpipe.passes.tracing.halves import Halves
 from fxpipe.passes.tracing.loss_module import LossModule, own_loss
 from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools.pytrees import taken_apart, together
-from fxpipe.torchtools.state import attributes_kept
+from fxpipe.torchtools.state import on_fakes
 
 
 def capture(
@@ -72,14 +72,14 @@ def capture(
     for as_export in (False, True):
         try:
             opaque = nullcontext() if calls is None else calls.opaque(model)
-            with attributes_kept(model), opaque:
+            with on_fakes(model), opaque:
                 return _captured(whole, names, as_export)
         except FxpipeError:
             raise
         except Exception as error:
             errors.append(error)
     if not step and calls is None:
-        with suppress(Exception), attributes_kept(model), torch.no_grad():
+        with suppress(Exception), on_fakes(model), torch.no_grad():
             traced = _captured(whole, names, as_export=False)
             assert traced.backward is not None
             lacks = told(errors[0]).splitlines()[0]

@@ -27,9 +27,9 @@ from fxpipe.torchtools.functions import checkpoints_opened
 from fxpipe.torchtools.pytrees import taken_apart
 from fxpipe.torchtools.state import (
     assigned_in_place,
-    attributes_kept,
     autocasts,
     intra_op_threads,
+    on_fakes,
     under,
     untouched,
 )
@@ -148,7 +148,7 @@ def _without_activations(model: nn.Module, run: Callable[[], T]) -> T:
     """Run a model for its graph of autograd only, of which no activation is kept: on tensors
     without data, or on real ones where the model's code asks for values."""
     try:
-        with attributes_kept(model), FakeTensorMode(allow_non_fake_inputs=True):
+        with on_fakes(model), FakeTensorMode(allow_non_fake_inputs=True):
             return run()
     except Exception:
         LOGGER.debug("the model does not run without data", exc_info=True)
