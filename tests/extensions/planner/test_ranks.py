@@ -34,7 +34,7 @@ def decided(mesh: DeviceMesh) -> tuple[str, set[str], bool]:
     cuts: Any = Placement
     cuts._timed = timed_alike
     torch.manual_seed(0)
-    model, x = layers(width=16, count=4), torch.randn(256, 16)
+    model, x = layers(width=16, count=8), torch.randn(256, 16)
     alone = copy.deepcopy(model)
     options: Any = {"microbatches": 4, "loss": F.mse_loss}
     with fxpipe.compile(model, mesh, schedule="zb-h1", **options) as pipe:
