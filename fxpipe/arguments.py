@@ -19,6 +19,7 @@ from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension, LateSchedule, find, names
 from fxpipe.ir.recipe import Recipe, find_recipe, fixed
 from fxpipe.ir.schedule import Schedule
+from fxpipe.log import LOGGER
 from fxpipe.passes.partition.measure import GivenCosts
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
@@ -297,6 +298,12 @@ def check_model(model: Any, place: torch.device) -> None:
                 f"{name!r} was made under torch.inference_mode(), so that nothing may write it or "
                 "train with it; outside of that mode, give copy.deepcopy(model)"
             )
+    if compiled := [name for name, x in model.named_modules() if _compiles(x)]:
+        LOGGER.warning(
+            "torch.compile of %s is left out, as stages are graphs of their own; how these are "
+            "compiled stands in docs/memory.md",
+            repr(compiled[0]) if compiled[0] else "the model",
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
@@ -311,3 +318,8 @@ def check_model(model: Any, place: torch.device) -> None:
                 "statistics are those of the whole batch, or a norm that needs no batch, such as "
                 "nn.GroupNorm"
             )
+
+
+def _compiles(module: nn.Module) -> bool:
+    """Whether calls of a module go through ``torch.compile``."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+
 from fxpipe.compiler import passes
 from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
@@ -162,6 +164,7 @@ class Compiler:
     def _compiling(self, what: str) -> Iterator[None]:
         with (
             HeldSignals(),
+            torch.compiler.set_stance("force_eager"),  # graphs hold what torch.compile would hide
             reported(what, shows=self.options.group.rank == 0),
             without_collection(),
             sources_forgotten(),

@@ -150,6 +150,46 @@ def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -
         torch.testing.assert_close(run_graph(model, traced, x, mask)[0], model(x, mask))
 
 
+def wrapped(model: nn.Sequential, backend: Any) -> nn.Module:
+    model[0] = torch.compile(model[0], backend=backend)
+    return model
+
+
+def compiled_in_place(model: nn.Sequential, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def with_a_compiled_function(model: nn.Sequential, backend: Any) -> nn.Module:
+    tanh = torch.compile(torch.tanh, backend=backend)
+    model[1].forward = lambda x: tanh(x)
+    return model
+
+
+@pytest.mark.parametrize("change", [wrapped, compiled_in_place, with_a_compiled_function])
+def test_what_torch_compile_has_wrapped_is_captured_as_it_was(
+    change: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(4, 4), torch.randn(4, 3)
+
+    def backend(module: fx.GraphModule, _: object) -> fx.GraphModule:
+        raise AssertionError("nothing is to be compiled")
+
+    model = change(model, backend)
+    with fxpipe.compile(model, 2, microbatches=2, loss=nn.functional.mse_loss) as pipe:
+        loss = pipe.step(x, target=y)
+        assert not any(stage.calls for stage in pipe.plan.stages)
+    warned = any("torch.compile of" in record.message for record in caplog.records)
+    assert warned == (change is not with_a_compiled_function)
+    expected = loop.train(alone, 2, x, loss=nn.functional.mse_loss, target=y).loss
+    assert torch.equal(loss, expected)
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python:RuntimeWarning")
 def test_inside_torch_compile_a_pipe_is_called_as_it_is() -> None:
     torch.manual_seed(0)
