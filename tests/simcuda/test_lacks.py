@@ -13,7 +13,6 @@ from torch.nn.functional import mse_loss
 
 import fxpipe
 from fxpipe import DeviceMemoryError
-from tests.simcuda import cuda
 from tests.simcuda.process import on_devices, simulated
 
 pytestmark = simulated
@@ -43,6 +42,8 @@ def pipe_of(model: nn.Module) -> fxpipe.Pipeline:
 
 
 def told(device: int, limit: int, call: Callable[[], object]) -> tuple[str, int, int | None]:
+    from tests.simcuda import cuda
+
     gc.collect()
     with cuda.within(device, limit), pytest.raises(DeviceMemoryError) as raised:
         call()

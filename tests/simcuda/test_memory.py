@@ -19,7 +19,6 @@ import fxpipe
 from fxpipe.compiler import options as compiler_options
 from tests.helpers.mapped import copied_pages, mapped
 from tests.helpers.profiles import deep
-from tests.simcuda import cuda
 from tests.simcuda.process import on_devices, simulated
 from tests.simcuda.ranks import on_devices_of_ranks
 
@@ -82,6 +81,8 @@ def pipe_of(
 @contextmanager
 def within(devices: int, limit: float) -> Iterator[None]:
     """Limit every device's memory."""
+    from tests.simcuda import cuda
+
     with ExitStack() as stack:
         for device in range(devices):
             stack.enter_context(cuda.within(device, int(limit)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ def modes() -> list[Any]:
     from tests.simcuda.cuda import Mode
 
     return list(Mode)
+
+
+def test_the_process_of_the_tests_has_no_simulated_devices() -> None:
+    assert "tests.simcuda.cuda" not in sys.modules  # as its dispatcher would have their operators
 
 
 def unordered(waits: bool) -> tuple[list[str], list[float]]:

@@ -151,7 +151,8 @@ def test_an_attention_mask_is_applied_as_it_is_and_not_compared(decoder: bool) -
 
 
 def wrapped(model: nn.Sequential, backend: Any) -> nn.Module:
-    model[0] = torch.compile(model[0], backend=backend)
+    compiled: Any = torch.compile(model[0], backend=backend)
+    model[0] = compiled
     return model
 
 
