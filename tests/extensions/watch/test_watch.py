@@ -121,6 +121,30 @@ def test_a_step_calls_no_function_but_the_generator_where_the_line_stays() -> No
     assert {**calls} == {"__iter__": 50, "begin": 5, "batches": 50}
 
 
+def test_tensorboard_gets_the_figures_now_and_then_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[tuple[str, int]] = []
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, step))
+
+        def flush(self) -> None:
+            written.append(("flushed", 0))
+
+    monkeypatch.setattr("fxpipe.extensions.watch.watch._writer", lambda folder: Writer())
+    run = Run(load=0.01, step=0.09)
+    with run.pipe() as pipe:
+        watched = fxpipe.watch(pipe, run.batches(13), clock=run.clock, tensorboard="runs")
+        run.train(pipe, watched)
+        names = [*watched.figures]
+    steps = [step for name, step in written if name == "loss"]
+    assert steps == [2, 7, 12, 13]  # the first one compiles; half a second is five steps
+    assert [name for name, step in written if step == 13] == names
+    assert written[-1] == ("flushed", 0)
+
+
 @pytest.mark.parametrize(("load", "told"), [(2.0, True), (0.01, False)])
 def test_a_slow_loader_is_told_once_with_what_to_write(
     load: float, told: bool, caplog: pytest.LogCaptureFixture
