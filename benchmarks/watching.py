@@ -104,6 +104,7 @@ def main() -> int:
     setting = {
         "model": f"four layers of width {WIDTH}, {MICROBATCHES} micro-batches, two devices",
         "times": f"processor time of {rounds} steps, in turn; the line is shown on a terminal",
+        "calls": "the mean of 100 steps after these, in the thread that calls step",
     }
     Report("watching", "What watching a run costs", setting, figures, machine).publish()
     return 0

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.copies.rules import copies_faults, run_together
     from fxpipe.extensions.deferred_batchnorm.moments import commit, merged_moments
     from fxpipe.extensions.differentiable.call import differentiable_call
+    from fxpipe.extensions.generation.generate import generation
     from fxpipe.extensions.inductor.libraries import kept
     from fxpipe.extensions.memory_limits.budget import MemoryBudget
     from fxpipe.extensions.memory_limits.footprint import estimate_footprint
@@ -62,6 +63,7 @@ class Parts:
         f"{_HERE}.memory_limits.footprint:estimate_footprint", lambda: estimate_footprint
     )
     gather_weights = Part(f"{_HERE}.replicas.lowering:gather_weights", lambda: gather_weights)
+    generation = Part(f"{_HERE}.generation.generate:generation", lambda: generation)
     kept = Part(f"{_HERE}.inductor.libraries:kept", lambda: kept)
     memory_budget = Part(f"{_HERE}.memory_limits.budget:MemoryBudget", lambda: MemoryBudget)
     merged_moments = Part(

@@ -9,9 +9,11 @@ import re
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from benchmarks.report import Figure, Grid, Report, spread
 from examples import plain
 from examples.unet import UNet
 from tests.helpers.profiles import deep
-from tests.helpers.ranks import CONTEXT, DEADLINE
+from tests.helpers.ranks import CONTEXT, DEADLINE, on_ranks
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = ("--steps", "2", "--output")
@@ -211,3 +213,47 @@ def test_a_script_changes_in_few_lines_and_logs_the_same_numbers(
     for one, other in zip(plain_numbers, piped_numbers, strict=True):
         last = 10.0 ** -len(one.partition(".")[2])  # sums round otherwise over other parts
         assert abs(float(one) - float(other)) < 1.5 * last
+
+
+@pytest.mark.deep
+def test_a_script_of_pipelining_trains_the_same_over_the_same_two_ranks() -> None:
+    (_, first), (losses, last) = on_ranks(2, trained_as, "pippy_ranks")
+    for rank, (own, weights) in enumerate(on_ranks(2, trained_as, "piped_ranks")):
+        assert own == pytest.approx(losses, rel=1e-6) and own[-1] < own[0]
+        torch.testing.assert_close(weights, (first, last)[rank])
+
+
+def trained_as(mesh: Any, name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    with warnings.catch_warnings(action="ignore"):  # of torch's own export
+        found: tuple[list[float], dict[str, torch.Tensor]]
+        found = importlib.import_module(f"examples.{name}").train()
+    return found
+
+
+@pytest.mark.deep
+def test_files_of_the_hub_go_over_four_ranks_and_back(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    source, target = tmp_path / "source", tmp_path / "target"
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=4, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(source, max_shard_size="14KB")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    words = (torch.arange(8)[:, None] + torch.arange(16)) % 64
+    for _ in range(3):
+        optimizer.zero_grad()
+        for part in words.chunk(4):
+            (model(input_ids=part, labels=part).loss / 4).backward()
+        optimizer.step()
+    on_ranks(4, tuned, source, target)
+    shards = [len([*folder.glob("*.safetensors")]) for folder in (source, target)]
+    assert shards == [4, 4]
+    found = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=0, atol=0)
+
+
+def tuned(mesh: Any, source: Path, target: Path) -> None:
+    tune_ranks = importlib.import_module("examples.tune_ranks")
+    assert len({*tune_ranks.train(source, target, 3, mesh)}) == 3

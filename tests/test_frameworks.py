@@ -284,6 +284,39 @@ def test_a_trainer_counts_the_targets_of_a_pipe_of_gpt2(tmp_path: Path) -> None:
     assert trained.generate(words[:1, :4], max_new_tokens=2).shape == (1, 6)
 
 
+# peft
+
+
+@pytest.mark.deep
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_peft_train_alone_and_are_merged_afterwards() -> None:
+    peft, transformers = framework("peft"), framework("transformers")
+    torch.manual_seed(0)
+    shape = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **drops, **ends))
+    lora = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    model = peft.get_peft_model(gpt2, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    plain, words = copy.deepcopy(model), torch.randint(32, (ROWS, 8))
+
+    def trained(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+
+    optimizer = trained(plain)
+    with piped(model, optimizer=trained(model)) as pipe:
+        for _ in range(3):
+            optimizer.zero_grad()
+            for part in words.chunk(MICROBATCHES):
+                (plain(input_ids=part, labels=part).loss / MICROBATCHES).backward()
+            optimizer.step()
+            pipe.step(input_ids=words, labels=words)
+    loop.assert_same(model.state_dict(), plain.state_dict())
+    merged = model.merge_and_unload()
+    assert type(merged) is type(gpt2)
+    torch.testing.assert_close(merged(words).logits, plain(words).logits)
+
+
 def test_a_framework_leaves_a_pipe_where_it_is_that_has_a_device_map(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -179,6 +179,12 @@ class Guard:
                 differ[0],
             )
 
+    def back_to(self, number: int) -> None:
+        """Let the present state count as that of this number: it is the same, though code that has
+        run since reads more of it."""
+        self._number = number
+        self._see(self._snapshot(self._reads), same=True)
+
     def _snapshot(self, reads: CodeReads) -> StateSnapshot:
         watched = replace(self.options, objective=Objective()) if self.calls_loss else self.options
         return StateSnapshot(reads, watched, self.called, self.numbers, self._passing)

@@ -58,3 +58,26 @@ def test_modes_parameters_and_plain_numbers_count() -> None:
         model.scale = 3.0
         alone.scale = 3.0
         compare()
+
+
+def test_a_state_that_is_come_back_to_is_not_traced_anew() -> None:
+    class Switched(Scaled):
+        other, factor = False, 3.0  # which only the other way reads
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.factor if self.other else super().forward(x)
+
+    model, x, y = Switched(), torch.randn(4, 3), torch.randn(4, 2)
+    with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse_loss) as pipe:
+        guard, plans = pipe._compiler._guard, pipe._compiler.plans
+        pipe.step(x, target=y)
+        number, model.other = guard.present().number, True
+        pipe.step(x, target=y)
+        model.other = False
+        guard.back_to(number)
+        made = plans.made
+        pipe.step(x, target=y)
+        assert plans.made == made and guard.present().number == number
+        model.scale = 5.0
+        pipe.step(x, target=y)
+        assert guard.present().number != number

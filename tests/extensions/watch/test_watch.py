@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+import sys
+from collections import Counter
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +82,67 @@ def test_batches_come_as_they_are_and_a_loop_may_leave_some_out() -> None:
             if at % 2:
                 pipe.step(x, target=x)
         assert pipe.batches == 2
+
+
+def test_instructions_are_timed_in_one_step_of_ten_or_in_all_once_metrics_are_read() -> None:
+    run = Run(1.0, 3.0)
+    with run.pipe() as pipe:
+        watched, timed, seen = fxpipe.watch(pipe, run.batches(30), clock=run.clock), [], {}
+        for number, x in enumerate(watched):
+            if pipe._engine.meter is not None:
+                timed.append(number)
+            pipe.step(x, target=x)
+            run.now += 3.0
+            bubble = watched.figures.get("bubble")
+            if bubble is not None and bubble not in seen:
+                seen[bubble] = number
+            if number == 25:
+                assert "bubble" not in pipe.metrics
+        assert timed == [0, 1, 11, 21, *range(26, 30)]  # the first one compiles
+        assert [*seen.values()] == [2, 11, 21, *range(26, 30)]
+        assert pipe._engine.meter is not None
+
+
+def test_a_step_calls_no_function_but_the_generator_where_the_line_stays() -> None:
+    run, calls = Run(1.0, 0.0), Counter[str]()
+
+    def seen(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and "extensions" in frame.f_code.co_filename:
+            calls[frame.f_code.co_name] += 1
+
+    with run.pipe() as pipe:
+        slow = count(step=1e-9).__next__
+        batches = fxpipe.watch(pipe, run.batches(80), clock=slow, stream=Terminal())
+        for number, x in enumerate(batches):
+            if number == 30:
+                sys.setprofile(seen)
+            pipe.step(x, target=x)
+        sys.setprofile(None)
+    assert {**calls} == {"__iter__": 50, "begin": 5, "batches": 50}
+
+
+def test_tensorboard_gets_the_figures_now_and_then_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[tuple[str, int]] = []
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            written.append((name, step))
+
+        def flush(self) -> None:
+            written.append(("flushed", 0))
+
+    monkeypatch.setattr("fxpipe.extensions.watch.watch._writer", lambda folder: Writer())
+    run = Run(load=0.01, step=0.09)
+    with run.pipe() as pipe:
+        watched = fxpipe.watch(pipe, run.batches(13), clock=run.clock, tensorboard="runs")
+        run.train(pipe, watched)
+        names = [*watched.figures]
+    steps = [step for name, step in written if name == "loss"]
+    assert steps == [2, 7, 12, 13]  # the first one compiles; half a second is five steps
+    assert [name for name, step in written if step == 13] == names
+    assert written[-1] == ("flushed", 0)
 
 
 @pytest.mark.parametrize(("load", "told"), [(2.0, True), (0.01, False)])
