@@ -29,6 +29,7 @@ from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
+from fxpipe.text.program import print_instruction
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of
 from tests.helpers.plans import chain
@@ -132,6 +133,30 @@ def test_a_program_that_gathers_nothing_is_refused_with_all_its_faults() -> None
     bare = replace(PROGRAM, lists=tuple(lists))
     wrong = [fault for fault in faults_of(bare) if "shard of the weights" in fault.what]
     assert len(wrong) == sum(isinstance(x, UpdateShards) for row in lists for x in row) == 4
+
+
+def test_buckets_of_gradients_leave_while_the_rest_of_the_last_backward_runs() -> None:
+    """Weights are dropped before the last of them leaves."""
+    made = add_shards(add_reduce(find_recipe("looped-bfs")(2, 2)))
+    plan = chain(made.stages)
+    stages = [replace(stage, buckets=((0,), (1,), (2,))) for stage in plan.stages]
+    program = Lower(replace(plan, stages=tuple(stages)), replicas=2)(made.verify())
+    program = free(communicate(Sharding("zero3").shard(program, True))).verify()
+    for stage, device in enumerate(program.placement):
+        row = [str(x) for x in map(print_instruction, program.lists[device]) if f"s{stage}" in x]
+        assert [x.split(maxsplit=1) for x in row[-7:]] == [
+            ["partial_to_owners", f"B s{stage}[1] v0 bucket 0"],
+            ["partial_to_owners", f"B s{stage}[1] v0 bucket 1"],
+            ["backward", f"s{stage}[1] v0 rest"],
+            ["drop_shards", f"s{stage}"],
+            ["reduce_to_owners", f"s{stage}"],
+            ["await_sums", f"s{stage}"],
+            ["update_shards", f"s{stage} v0 -> v1"],
+        ]
+    rests = (ins.Backward, ins.WeightGrad)
+    whole = [replace(x, rest=False) if isinstance(x, rests) else x for x in program.lists[0]]
+    wrong = replace(program, lists=(tuple(whole), *program.lists[1:]))
+    assert any("let the rest of that backward" in fault.cure for fault in faults_of(wrong))
 
 
 def own_gathers(device: int, devices: int, microbatches: int) -> Any:
