@@ -25,22 +25,19 @@ from fxpipe.extensions.simulator import Link
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
+from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.text.program import print_instruction
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of
+from tests.helpers.flushing import FLUSHING
 from tests.helpers.plans import chain
 
 pytestmark = pytest.mark.smoke
 
-FLUSHING = sorted(
-    name
-    for name, recipe in RECIPES.items()
-    if not recipe.copies(2) and not recipe(2, 4).overlaps and recipe.slices == 1
-)
+SCHEDULES = [*FLUSHING, "inference"]
 
 
 def sharded(name: str, devices: int, microbatches: int, **how: Any) -> Program:
@@ -53,7 +50,7 @@ def lowered(schedule: Schedule) -> Program:
     return free(communicate(Sharding("zero3").shard(program, True)))
 
 
-@pytest.mark.parametrize("name", FLUSHING)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("how", [{}, {"once": True}, {"ahead": True}], ids=str)
 def test_every_schedule_that_flushes_is_accepted_with_gathers(name: str, how: Any) -> None:
     for devices, microbatches in ((1, 3), (2, 4), (3, 6)):
@@ -64,7 +61,7 @@ def test_every_schedule_that_flushes_is_accepted_with_gathers(name: str, how: An
         assert Schedule.parse(str(made)) == made
 
 
-@given(st.sampled_from(FLUSHING), st.integers(1, 4), st.integers(1, 8))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8))
 def test_a_device_has_one_stage_whole_unless_it_gathers_ahead(
     name: str, devices: int, factor: int
 ) -> None:

@@ -27,6 +27,7 @@ from tests.extensions.ranks.test_replicas import (
     looped,
     made,
 )
+from tests.helpers.flushing import FLUSHING
 from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.helpers.tiny import Tiny
@@ -34,10 +35,7 @@ from tests.helpers.tiny import Tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CUTS: dict[int, Any] = {1: [], 2: ["third"], 4: ["second", "third", "fourth"]}
-DOUBLE = ("interleaved-1f1b", "looped-bfs", "dualpipe-v", "zb-v", "v-half", "v-min", "hanayo")
-FLUSHING: tuple[str, ...] = ("zb-h1", "looped-bfs")
-if DEEP:
-    FLUSHING = ("gpipe", "1f1b", "zb-h1", "zb-h2", "naive", "interleaved-zb", *DOUBLE)
+SCHEDULES = FLUSHING if DEEP else ["zb-h1", "looped-bfs"]
 
 
 def pipe_of(
@@ -99,7 +97,7 @@ def run_cases(mesh: DeviceMesh, cases: list[dict[str, Any]]) -> list[Results]:
 
 def cases() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for schedule in FLUSHING:
+    for schedule in SCHEDULES:
         found.append({"kind": "zero3", "schedule": schedule})
         if DEEP or schedule == "zb-h1":
             found.append({"kind": "zero2", "schedule": schedule, "clip_norm": 0.05, "scale": 256.0})
@@ -372,3 +370,66 @@ def test_an_automatic_schedule_counts_the_memory_that_sharding_saves() -> None:
         assert max(peaks) <= limit
     for found, *_ in on_ranks(4, chosen, [fxpipe.Replicas()], replicas=2):
         assert "too little" in found
+
+
+class Mixed(nn.Module):
+    """Dropout, a BatchNorm, a weight that two stages share, one that nobody trains, and one of no
+    element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 6)
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
+        self.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.third = nn.Linear(6, 6, bias=False)
+        self.third.weight = self.second[0].weight
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.table.weight
+        self.still = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(self.first(self.table(x)))
+        out: torch.Tensor = self.head(self.third(h) * self.still + self.none.sum())
+        return out
+
+
+def mixed(mesh: DeviceMesh, cases: list[dict[str, Any]]) -> list[Results]:
+    """Losses, gradients' norms and states of a model that has a bit of everything."""
+    every = []
+    for case in cases:
+        found: Results = {}
+        options: dict[str, Any] = {"schedule": "1f1b", "clip_norm": 0.5, **case}
+        with fxpipe.compile(
+            Mixed(),
+            mesh,
+            microbatches=2,
+            loss=F.cross_entropy,
+            optimizer=OPTIMIZERS["adamw"],
+            partition=["second", "third", "head"] if "bfs" in options["schedule"] else ["third"],
+            **options,
+        ) as pipe:
+            torch.manual_seed(3)
+            for step in range(3):
+                x = torch.arange(8).add(step + mesh["dp"].get_local_rank()).remainder(9)
+                found[f"loss {step}"] = pipe.step(x, target=x.flip(0)).clone()
+                found[f"norm {step}"] = torch.tensor(pipe.grad_norm)
+            found |= pipe.state_dict(full=True)
+            pipe.eval()
+            with torch.no_grad():
+                found["output"] = pipe(x)
+        every.append(found)
+    return every
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs", "zb-h1"])
+def test_draws_statistics_and_tied_weights_are_those_of_whole_weights(schedule: str) -> None:
+    kinds: list[Any] = [fxpipe.Replicas(), fxpipe.Sharding("zero2", bucket_cap_mb=1e-4)]
+    kinds += [fxpipe.Sharding("zero3", bucket_cap_mb=1e-4), fxpipe.Sharding("zero3", "step")]
+    cases = [{"schedule": schedule, "extensions": [kind]} for kind in kinds]
+    for whole, *others in on_ranks(4, mixed, cases, replicas=2):
+        assert whole["norm 0"] > 0
+        for other in others:
+            assert_equal(other, whole, schedule)

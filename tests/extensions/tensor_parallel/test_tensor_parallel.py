@@ -33,6 +33,7 @@ from tests.extensions.tensor_parallel.models import (
     near,
     plan_of,
 )
+from tests.helpers.flushing import FLUSHING, TRAINING
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, Failed, on_ranks
 
@@ -40,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 ALL = ("attention", "mlp", "embed", "head")
 CUTS: dict[int, Any] = {1: [], 2: ["layers.1"], 4: ["layers.0.mlp", "layers.1", "layers.1.mlp"]}
-DOUBLE = ("interleaved-1f1b", "looped-bfs", "zb-v", "dualpipe-v", "v-half", "v-min", "hanayo")
 
 
 def pipe_of(mesh: DeviceMesh, parts: Any = ALL, model: Any = None, **options: Any) -> Any:
@@ -82,21 +82,17 @@ def trained(
     return found
 
 
-FLUSHING: list[dict[str, Any]] = [
+CASES: list[dict[str, Any]] = [
     {"schedule": "zb-h1", "clip_norm": 0.5},
     {"schedule": "looped-bfs", "recompute": "always", "parts": ("attention", "mlp", "sequence")},
 ]
-if DEEP:
-    FLUSHING += [
-        {"schedule": name}
-        for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "naive", "interleaved-zb", *DOUBLE)
-    ]
+CASES += [{"schedule": name} for name in TRAINING if DEEP]
 
 
 @pytest.mark.smoke
 def test_losses_and_weights_are_those_of_one_process() -> None:
-    for found in on_ranks(4, trained, {"pp": 2, "tp": 2}, FLUSHING):
-        for case, seen in zip(FLUSHING, found, strict=True):
+    for found in on_ranks(4, trained, {"pp": 2, "tp": 2}, CASES):
+        for case, seen in zip(CASES, found, strict=True):
             near(seen, looped(made(), clip=case.get("clip_norm")), str(case))
 
 
@@ -107,7 +103,7 @@ def test_they_are_so_beside_replicas_whose_weights_are_sharded_in_any_order_of_t
     ]
     if DEEP:
         every: list[Any] = [fxpipe.Sharding("zero3")]
-        cases += [{"schedule": each["schedule"], "extensions": every} for each in FLUSHING[2:]]
+        cases += [{"schedule": name, "extensions": every} for name in FLUSHING]
         others = fxpipe.Sharding("zero2"), fxpipe.Replicas(shard_optimizer=True), fxpipe.Replicas()
         cases += [{"extensions": [each], "clip_norm": 0.5} for each in others]
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
