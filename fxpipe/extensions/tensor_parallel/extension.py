@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.compiler.leaf_modules.calls import LeafCalls
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension, Kernels
@@ -66,7 +67,11 @@ class TensorParallel(Extension):
         """What names groups by dimensions, measures without them, and adds up norms."""
         timed = [("", Pass(self.time_ways, "", ""))] if options.costs is None else []
         return {
-            "capture": [*timed, ("seed_randomness", Pass(self.name_groups, "traced", "traced"))],
+            "capture": [
+                ("", Pass(self.refuse_leaves, "calls", "")),
+                *timed,
+                ("seed_randomness", Pass(self.name_groups, "traced", "traced")),
+            ],
             "partition": [("", Pass(self.same_parts, "traced", ""))],
             "follow": [("", Pass(self.same_parts, "traced", ""))],
             "measure": [
@@ -75,6 +80,18 @@ class TensorParallel(Extension):
             ],
             "program": [("lower", Pass(add_norms, "program", "program", apart=True))],
         }
+
+    def refuse_leaves(self, calls: LeafCalls | None) -> None:
+        """Raise InputError if a module that is called as it is has parts of parameters: it would
+        compute with them as if they were whole."""
+        for name in () if calls is None else calls.leaves:
+            own = [each for each in self.divided.specs if each.startswith(f"{name}.")]
+            if own:
+                raise InputError(
+                    f"module {name!r} is called as it is, as a leaf, and {own[0]!r} in it is "
+                    f"divided over {', '.join(self.dims)}; let it be traced, without the line that "
+                    "a warning named or without fxpipe.LeafModules, or do not divide it"
+                )
 
     def name_groups(self, traced: Traced) -> Traced:
         """See ``collectives.name_groups``; also refuses what columns would draw alike.

@@ -34,7 +34,8 @@ def warm(mesh: DeviceMesh, cases: list[tuple[str, int]]) -> list[Counter[str]]:
                     pipe.step(x, target=x)
             assert counted.pop("looks", 0) <= 1 + time.monotonic() - begin
             with counting() as known:
-                pipe._group.store.check(["-"])
+                group: Any = pipe._group
+                group.store.check(["-"])
             assert known["store"] == 1
         found.append(counted)
     return found

@@ -381,9 +381,10 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.table = nn.Embedding(9, 6)
         self.first = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
-        self.second = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        shared = nn.Linear(6, 6)
+        self.second = nn.Sequential(shared, nn.Tanh())
         self.third = nn.Linear(6, 6, bias=False)
-        self.third.weight = self.second[0].weight
+        self.third.weight = shared.weight
         self.head = nn.Linear(6, 9)
         self.head.weight = self.table.weight
         self.still = nn.Parameter(torch.ones(6), requires_grad=False)

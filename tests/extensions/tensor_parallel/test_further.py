@@ -210,6 +210,57 @@ def test_an_output_in_parts_and_columns_with_other_weights_are_refused() -> None
     assert on_ranks(2, refused) == ["refused"] * 2
 
 
+class Branching(nn.Module):
+    """What it computes depends on the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        out: Tensor = self.down(torch.tanh(up) if float(x.detach().sum()) > 0 else up)
+        return out
+
+
+def branching() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), Branching())
+
+
+def beside_a_leaf(_: DeviceMesh) -> list[float]:
+    """The losses where a module that cannot be traced has whole parameters; one with parts is
+    refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    options: dict[str, Any] = {**SGD, "partition": ["2"], "microbatches": 2, "loss": F.mse_loss}
+    model, x = branching(), X[0]
+    parts: Any = {"2.up": ColwiseParallel(), "2.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], parts)
+    with (
+        fxpipe.compile(model, mesh, **options) as pipe,
+        pytest.raises(fxpipe.FxpipeError, match=r"'2' is called as it is.*'2\.up\.weight' in it"),
+    ):
+        pipe.step(x, target=x)
+    model, parts = branching(), {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], parts)
+    with fxpipe.compile(model, mesh, **options) as pipe:
+        return [pipe.step(x, target=x).item() for _ in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_is_called_as_it_is_has_whole_parameters_or_is_refused() -> None:
+    model, x, expected = branching(), X[0], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _step in range(2):
+        optimizer.zero_grad()
+        total = torch.stack([F.mse_loss(model(part), part) / 2 for part in x.chunk(2)]).sum()
+        total.backward()
+        optimizer.step()
+        expected.append(total.item())
+    for found in on_ranks(4, beside_a_leaf):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def without_one(traced: Traced, at: int) -> Traced:
     """A graph and its backward without one of their collectives."""
     traced = copied(traced)
