@@ -14,7 +14,16 @@ import torch.distributed as dist
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.tree import Neighbour
 
-REQUESTS = ("add", "append", "check", "compare_set", "delete_key", "get", "multi_get", "set")
+REQUESTS: tuple[str, ...] = (
+    "add",
+    "append",
+    "check",
+    "compare_set",
+    "delete_key",
+    "get",
+    "multi_get",
+    "set",
+)
 REQUESTS += ("multi_set", "num_keys", "wait")
 
 
