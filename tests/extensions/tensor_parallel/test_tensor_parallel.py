@@ -122,9 +122,12 @@ class Tied(nn.Module):
         self.up = nn.ModuleList(nn.Linear(WIDTH, 2 * width, bias=bias) for width in widths)
         self.down = nn.ModuleList(nn.Linear(2 * width, WIDTH, bias=bias) for width in widths)
         if tied:
-            for up in self.up:
-                if up.weight.shape == self.up[0].weight.shape:
-                    up.weight = self.up[0].weight
+            self.tie()
+
+    def tie(self) -> None:
+        for up in self.up:
+            if up.weight.shape == self.up[0].weight.shape:
+                up.weight = self.up[0].weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, down in zip(self.up, self.down, strict=True):
@@ -164,6 +167,9 @@ def of_drawn(_: DeviceMesh, cases: list[dict[str, Any]]) -> list[dict[str, Any]]
             elif case["ends"][i] == "up":
                 plan[f"up.{i}"] = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, mesh["tp"], plan)
+        if case["tied"]:
+            assert model.up[0].weight is not model.up[1].weight  # each was divided by itself
+            model.tie()
         with fxpipe.compile(
             model,
             mesh,
