@@ -120,26 +120,27 @@ def test_losses_weights_and_outputs_have_the_bits_of_a_plain_loop() -> None:
             assert_equal(found, expected(**options), str(case))
 
 
-WIDTH, LAYERS = 64, 8
-WHOLE = LAYERS * (WIDTH + 1) * WIDTH * 4
-"""The bytes of the layers' weights."""
+WIDTH = 64
+LAYER = (WIDTH + 1) * WIDTH * 4
+"""The bytes of a layer's weights."""
 
 
-def layers() -> nn.Sequential:
+def layers(count: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
 
 
-def figures(mesh: DeviceMesh) -> dict[str, tuple[int, int, int, int]]:
-    """Bytes of weights at rest, sent in a step, and both as predicted."""
+def figures(mesh: DeviceMesh, each: int) -> dict[str, tuple[int, int, int, int]]:
+    """Bytes of weights at rest, sent in a step, and both as predicted, of four stages of so many
+    layers."""
     found, x = {}, torch.randn(16, WIDTH)
     for kind, gathers in (("zero2", "runs"), ("zero3", "runs"), ("zero3", "step")):
-        model = layers()
+        model = layers(4 * each)
         with fxpipe.compile(
             model,
             mesh,
             schedule="looped-bfs",
-            partition=["2", "4", "6"],
+            partition=[str(each * stage) for stage in (1, 2, 3)],
             microbatches=4,
             loss=F.mse_loss,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -159,18 +160,24 @@ def figures(mesh: DeviceMesh) -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-def test_bytes_at_rest_and_bytes_sent_are_those_of_the_formulas_and_as_predicted() -> None:
+@pytest.mark.parametrize("each", [1, 2])
+def test_bytes_at_rest_and_bytes_sent_are_those_of_the_formulas_and_as_predicted(each: int) -> None:
     """P bytes a device, of N replicas: at rest P / N with zero3. Sent in units of (N − 1) / N · P:
     gradients 1, and weights 1 once a step, or for looped-bfs with two stages a device 3 / 2. A
-    bucket has the gradients of a layer."""
-    device, unit = WHOLE // 2, WHOLE // 4
-    for found in on_ranks(4, figures, replicas=2):
-        for name, rest, sent in (
-            ("zero2 runs", device, 2 * unit),
-            ("zero3 step", device // 2, 2 * unit),
-            ("zero3 runs", device // 2, 5 * unit // 2),
-        ):
-            assert found[name] == (rest, sent, rest, sent), name
+    bucket has the gradients of a layer. Where a stage has one matrix, the device's other stage
+    evens out what its replicas have; what they send is so on average."""
+    device, unit = 2 * each * LAYER, each * LAYER
+    ranks = on_ranks(4, figures, each, replicas=2)
+    for name, rest, sent in (
+        ("zero2 runs", device, 2 * unit),
+        ("zero3 step", device // 2, 2 * unit),
+        ("zero3 runs", device // 2, 5 * unit // 2),
+    ):
+        found = [rank[name] for rank in ranks]
+        assert sum(moved for _, moved, *_ in found) == 4 * sent, name
+        for at_rest, moved, *predicted in found:
+            assert (at_rest, each == 1 or moved) == (rest, each == 1 or sent), name
+            assert predicted == [at_rest, moved], name
 
 
 def let_go(function: Any) -> Any:
