@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from dataclasses import replace
@@ -27,8 +28,10 @@ from fxpipe.extensions.tensor_parallel.collectives import communicates, name_gro
 from fxpipe.ir.traced import Traced, WholeBackward
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.lazy_module import copied
+from tests.extensions.ranks.test_lost_ranks import survivors, told_of
 from tests.extensions.tensor_parallel.models import data, looped, loss, made, near, plan_of
 from tests.helpers.control import counting
+from tests.helpers.failing import die
 from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -364,6 +367,37 @@ def test_after_drawn_failures_no_rank_waits_and_no_number_is_wrong(seed: int) ->
     for told, found in on_ranks(4, failing, seed):
         assert told == COUNT
         near(found, looped(made()), "after failures")
+
+
+def killed(_: DeviceMesh, folder: str, where: str) -> str:
+    """Of two ranks that have the parts of the last stage one is killed; what the others are told,
+    of which one waits in a collective."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, (x, y) = made(), data()
+    parallelize_module(model, mesh["tp"], plan_of(2, ("attention", "mlp", "embed", "head")))
+    options: dict[str, Any] = {**SGD, "partition": ["layers.1"], "microbatches": 4}
+    with fxpipe.compile(model, mesh, loss=loss, **options) as pipe:
+        victim: Any = model.layers[1].mlp
+        if where == "compile":
+            if mesh.get_rank() == 3:
+                victim.register_forward_pre_hook(lambda *_: die())
+        else:
+            pipe.step(x, target=y)
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh.get_rank() == 3 and where != "compile":
+                patch.setattr(GraphKernel, where, lambda *_: die())
+            with told_of(3, 10) as raised:
+                pipe.step(x, target=y)
+        with told_of(3, 1):
+            pipe.step(x, target=y)
+    return str(raised.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
+@pytest.mark.parametrize("where", ["backward", *deep("forward", "compile")])
+def test_a_rank_that_is_killed_beside_one_with_another_part_is_named_by_all(where: str) -> None:
+    for told in survivors(4, {3}, killed, where):
+        assert told.startswith("rank 3 (device 1, part 1, ")
 
 
 def late(mesh: DeviceMesh | int, schedule: str) -> list[float]:
