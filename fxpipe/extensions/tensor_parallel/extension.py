@@ -19,6 +19,7 @@ from fxpipe.extensions.tensor_parallel.collectives import (
     without_collectives,
 )
 from fxpipe.extensions.tensor_parallel.divided import Divided
+from fxpipe.extensions.tensor_parallel.draws import own_draws
 from fxpipe.extensions.tensor_parallel.norms import ColumnNorm
 from fxpipe.extensions.tensor_parallel.times import ColumnLink, add_times, way_of
 from fxpipe.ir.plan import Plan
@@ -94,19 +95,11 @@ class TensorParallel(Extension):
                 )
 
     def name_groups(self, traced: Traced) -> Traced:
-        """See ``collectives.name_groups``; also refuses what columns would draw alike.
-
-        Raises:
-            InputError: the model draws random numbers.
-        """
-        if traced.seeded:
-            raise InputError(
-                "the model draws random numbers, as dropout does, and ranks that have parts of a "
-                f"value over {', '.join(self.dims)} would draw the same for each part; let it draw "
-                "none (dropout=0.0), or call pipe.eval()"
-            )
+        """See ``collectives.name_groups`` and ``own_draws``."""
         known = {str(group.group_name): dim for dim, group in self.groups.items()}
-        return name_groups(traced, self.divided.groups() | known)
+        named = name_groups(traced, self.divided.groups() | known)
+        sharded = {name: spec.sharded for name, spec in self.divided.specs.items()}
+        return own_draws(named, sharded, self.group)
 
     def time_ways(self) -> None:
         """Time collectives once, on all ranks."""
