@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from tests.helpers.control import counting
+from tests.extensions.ranks.control import counting
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 

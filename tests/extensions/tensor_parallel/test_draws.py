@@ -1,4 +1,4 @@
-"""What stages in parts draw: what one process draws, and for parts of a value numbers of their own."""
+"""What stages in parts draw: what one process draws, and for each part of a value other numbers."""
 
 from __future__ import annotations
 

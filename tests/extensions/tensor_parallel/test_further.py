@@ -28,9 +28,9 @@ from fxpipe.extensions.tensor_parallel.collectives import communicates, name_gro
 from fxpipe.ir.traced import Traced, WholeBackward
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.lazy_module import copied
+from tests.extensions.ranks.control import counting
 from tests.extensions.ranks.test_lost_ranks import survivors, told_of
 from tests.extensions.tensor_parallel.models import data, looped, loss, made, near, plan_of
-from tests.helpers.control import counting
 from tests.helpers.failing import die
 from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
