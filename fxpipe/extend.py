@@ -85,6 +85,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "gather_shards": f"{_HERE}.sharding.opcodes:GatherShards",
         "await_shards": f"{_HERE}.sharding.opcodes:AwaitShards",
         "drop_shards": f"{_HERE}.sharding.opcodes:DropShards",
+        "partial_to_owners": f"{_HERE}.sharding.opcodes:PartialToOwners",
         "reduce_to_owners": f"{_HERE}.sharding.opcodes:ReduceToOwners",
         "await_sums": f"{_HERE}.sharding.opcodes:AwaitSums",
         "share_norms": f"{_HERE}.sharding.opcodes:ShareNorms",

@@ -18,6 +18,7 @@ class StageBytes(Protocol):
         each: stage → bytes of each of its parameters, in order.
         gradients: stage → bytes of its sums of gradients.
         elements: stage → (number of elements, bytes of one) for each parameter's gradient.
+        buckets: stage → the parameters of each bucket of gradients, if there are several.
     """
 
     @property
@@ -28,6 +29,8 @@ class StageBytes(Protocol):
     def gradients(self) -> Mapping[int, int]: ...
     @property
     def elements(self) -> Mapping[int, Any]: ...
+    @property
+    def buckets(self) -> Mapping[int, Any]: ...
 
     def part(self, stage: int, replica: int, replicas: int, bucket: int | None = None) -> int:
         """Bytes of the part of a stage's gradients, or of a bucket, that a replica sums."""

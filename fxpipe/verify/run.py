@@ -185,6 +185,8 @@ class _Device:
             yield f"it needs gradients that {what}", cure
         if x.spends is not None:
             taken[x.letter or ""] = position
+        if not x.takes:
+            return  # it only frees, and may come between parts
         before = self._latest.get(stage)
         self._latest[stage] = x
         if before is not None and (cure := before.then(x)):

@@ -31,6 +31,7 @@ HANDLERS = interpreter.HANDLERS
 
 REPLICAS = {"PartialBackward", "ReduceScatter", "AllGather", "GatherWeights"}
 REPLICAS |= {"GatherShards", "AwaitShards", "DropShards", "ReduceToOwners", "AwaitSums"}
+REPLICAS |= {"PartialToOwners"}
 REPLICAS |= {"ShareNorms", "UpdateShards", "ColumnNorm"}
 COPIES = {"Share", "Give", "Add"}
 KINDS = {made.__name__ for made in ins.every_opcode().values()} - {"Pause"} - REPLICAS - COPIES

@@ -203,8 +203,7 @@ class Predictor:
     def _share(self, each: Sequence[int]) -> float:
         """The largest share of a stage's parameters that a replica has, which are dealt out."""
         loads = [0] * self.layout.replicas
-        for owner, size in zip(Parts.owners.find()(each, len(loads)), each, strict=True):
-            loads[owner] += size
+        Parts.owners.find()(each, loads)
         return max(loads) / max(1, sum(loads))
 
     def _away(self, saved: Mapping[int, int]) -> dict[Any, Cost]:

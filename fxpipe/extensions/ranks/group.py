@@ -92,6 +92,7 @@ class RankGroup(Group):
         self.store, self.timeout = store, timeout
         self.summed = self.epoch = 0
         self._dealt: dict[str, int] = {}  # name of a parameter → the replica that has it
+        self._loads = [0] * replicas  # replica → the bytes that it has of these
         self.closed = False
         self.changed = threading.Condition(threading.RLock())
         self._gone: tuple[int, int, str] | None = None  # who has told of which lost rank, and why
@@ -379,7 +380,7 @@ class RankGroup(Group):
         sizes = {name: p.nbytes for name, p in zip(names, parameters, strict=True)}
         if new := [name for name in names if name not in self._dealt]:
             owners = Parts.owners.find("sharding over replicas")
-            of = owners([sizes[name] for name in new], self.replicas)
+            of = owners([sizes[name] for name in new], self._loads)
             self._dealt |= dict(zip(new, of, strict=True))
         return [self._dealt[name] for name in names]
 

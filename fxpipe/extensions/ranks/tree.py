@@ -50,8 +50,8 @@ as in an extension that computes for seconds while it holds the GIL."""
 SLOWEST = 1e6
 """Bytes a second of the slowest network: a large value may take longer than ``SILENCE``."""
 
-FAREWELL = 1.0
-"""Seconds that closing waits until the neighbours have read everything."""
+FAREWELL = 3.0
+"""Seconds that closing waits until the neighbours that are there have read everything."""
 
 PATIENCE = 10.0
 """Seconds that a thread may take to leave gloo once nothing keeps it there."""
@@ -84,13 +84,14 @@ class Neighbour:
     Attributes:
         rank: the neighbour.
         leads: the ranks on its side, as bits.
+        over: whether it is known to be gone.
         late: when it will have been silent for too long.
         unread: whether the neighbour is not known to have all that was told it.
     """
 
     def __init__(self, rank: int, group: Any, leads: int) -> None:
         """``group`` is a gloo group of this rank and the neighbour."""
-        self.rank, self.leads = rank, leads
+        self.rank, self.leads, self.over = rank, leads, False
         self._sent = self._told = self._arrived = self._received = 0
         self._group, self._other = group, 1 - group.rank()
         self._sending = threading.Lock()
@@ -99,7 +100,7 @@ class Neighbour:
 
     @property
     def unread(self) -> bool:
-        return self._arrived < self._told
+        return not self.over and self._arrived < self._told
 
     def hears(self, more: float = 0.0) -> None:
         """Note a sign of life; the next one may take ``more`` seconds longer."""
@@ -334,6 +335,7 @@ class Tree:
                 if self.gone:
                     edge.send()  # it may wait for a sign that this was read
         except RuntimeError as error:
+            edge.over = True
             self.part(edge.rank, _reason(error))
         except Exception as error:
             self.part(self._rank, f"cannot handle what another rank has told ({told(error)})")

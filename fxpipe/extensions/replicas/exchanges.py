@@ -35,15 +35,10 @@ class NewWeights(Exchange):
     what = "weights"
 
     def sent(self, sizes: StageBytes, replica: int, program: Program) -> int:
-        return (program.replicas - 1) * self._shares(sizes, program)[replica]
+        return (program.replicas - 1) * gradient_shares(sizes, self.stage, program)[replica]
 
     def most(self, sizes: StageBytes, program: Program) -> int:
-        return (program.replicas - 1) * max(self._shares(sizes, program))
-
-    def _shares(self, sizes: StageBytes, program: Program) -> Sequence[int]:
-        whole = sizes.elements.get(self.stage, [(sizes.gradients.get(self.stage, 0), 1)])
-        by = sizes.each.get(self.stage, ()) if self.stage in sizes.elements else ()
-        return shares([count * size for count, size in whole], program.replicas, by)
+        return (program.replicas - 1) * max(gradient_shares(sizes, self.stage, program))
 
 
 def bucket_of(stage: int, bucket: int, program: Program) -> int | None:
@@ -72,25 +67,71 @@ def part_of(count: int, replica: int, replicas: int) -> range:
     return range(min(row * replica, count), min(row * (replica + 1), count))
 
 
-def owners(sizes: Sequence[int], replicas: int) -> list[int]:
+def owners(sizes: Sequence[int], loads: list[int]) -> list[int]:
     """Which replica updates each of a stage's parameters, if each updates some for all: the largest
-    first, each by the replica that has the fewest bytes so far."""
-    found, loads = [0] * len(sizes), [(0, owner) for owner in range(replicas)]
-    heapify(loads)
+    first, each by the replica that has the fewest bytes so far.
+
+    Args:
+        sizes: the bytes of each parameter.
+        loads: replica → the bytes that it has of the device's stages before; these are added.
+    """
+    found, least = [0] * len(sizes), [(load, owner) for owner, load in enumerate(loads)]
+    heapify(least)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        load, found[index] = loads[0]
-        heapreplace(loads, (load + sizes[index], found[index]))
+        load, owner = least[0]
+        found[index], loads[owner] = owner, load + sizes[index]
+        heapreplace(least, (loads[owner], owner))
     return found
 
 
-def shares(sizes: Sequence[int], replicas: int, by: Sequence[int] = ()) -> Sequence[int]:
-    """Replica → its share of these bytes; they are dealt out by other bytes ``by``, if given."""
-    return _shares(tuple(sizes), replicas, tuple(by))
+def shares(sizes: StageBytes, stage: int, program: Program) -> Sequence[int]:
+    """Replica → the bytes that it has of a stage's parameters."""
+    stages = _on_device(sizes, stage, program)
+    return _shares(stages[-1], stages, program.replicas)
 
 
-@lru_cache(256)
-def _shares(sizes: Sequence[int], replicas: int, by: Sequence[int]) -> Sequence[int]:
-    loads = [0] * replicas
-    for size, owner in zip(sizes, owners(by or sizes, replicas), strict=True):
-        loads[owner] += size
-    return loads
+def gradient_shares(
+    sizes: StageBytes, stage: int, program: Program, bucket: int | None = None
+) -> Sequence[int]:
+    """Replica → the bytes of the gradients of its parameters, or of those in a bucket."""
+    stages = _on_device(sizes, stage, program)
+    known = sizes.elements.get(stage, [(sizes.gradients.get(stage, 0), 1)])
+    each = [count * size for count, size in known]
+    if bucket is not None and (buckets := sizes.buckets.get(stage)):
+        each = [size if at in buckets[bucket] else 0 for at, size in enumerate(each)]
+    if len(each) != len(stages[-1]):
+        stages = (tuple(each),)
+    return _shares(tuple(each), stages, program.replicas)
+
+
+def fullest(sizes: StageBytes, stage: int, program: Program) -> int:
+    """The replica that has the most of all stages of a stage's device."""
+    of = [s for s, home in enumerate(program.placement) if home == program.placement[stage]]
+    loads = [sum(each) for each in zip(*(shares(sizes, s, program) for s in of), strict=True)]
+    return loads.index(max(loads))
+
+
+def _on_device(sizes: StageBytes, stage: int, program: Program) -> tuple[tuple[int, ...], ...]:
+    """The bytes of each parameter of a stage and, before it, of those before it on its device."""
+    place = program.placement[: stage + 1]
+    return tuple(tuple(_each(sizes, s)) for s, home in enumerate(place) if home == place[-1])
+
+
+def _each(sizes: StageBytes, stage: int) -> Sequence[int]:
+    if stage in sizes.each:
+        return [*sizes.each[stage]]
+    if stage in sizes.elements:
+        return [count * size for count, size in sizes.elements[stage]]
+    return [sizes.parameters.get(stage, sizes.gradients.get(stage, 0))]
+
+
+@lru_cache(1024)
+def _shares(
+    sizes: tuple[int, ...], stages: tuple[tuple[int, ...], ...], replicas: int
+) -> Sequence[int]:
+    found, loads, of = [0] * replicas, [0] * replicas, list[int]()
+    for each in stages:
+        of = owners(each, loads)
+    for size, owner in zip(sizes, of, strict=True):
+        found[owner] += size
+    return found

@@ -39,21 +39,16 @@ class Replicas(Extension):
     def options(self, options: Options) -> Options:
         """The options with these. Raises InputError if a value is no flag or no size, or there is
         no optimizer to shard."""
-        sharded, cap = self.shard_optimizer, self.bucket_cap_mb
+        sharded = self.shard_optimizer
         for name in ("shard_optimizer", "in_order"):
             if not isinstance(flag := getattr(self, name), bool):
                 raise InputError(f"{name} is {flag!r}; give True or False")
-        if not isinstance(cap, int | float) or isinstance(cap, bool) or cap <= 0:
-            raise InputError(
-                f"bucket_cap_mb is {cap!r}; give a number of MiB above 0, or math.inf to sum all "
-                "gradients of a stage at once"
-            )
         if sharded and options.optimizer is None:
             raise InputError(
                 "shard_optimizer=True, and there is no optimizer; give optimizer=, such as lambda "
                 "parameters: torch.optim.AdamW(parameters), or leave shard_optimizer out"
             )
-        bucket, in_order = cap * 2**20, self.in_order
+        bucket, in_order = bucket_size(self.bucket_cap_mb), self.in_order
         return replace(options, sharded=sharded, bucket_bytes=bucket, in_order=in_order)
 
     def passes(self, options: Options) -> Mapping[str, Sequence[tuple[str, Pass]]]:
@@ -61,3 +56,13 @@ class Replicas(Extension):
         if not options.shards:
             return {}
         return {"program": [("lower", Pass(gather_weights, "program", "program", apart=True))]}
+
+
+def bucket_size(cap: float) -> float:
+    """The bytes of a bucket of so many MiB. Raises InputError if that is no size."""
+    if not isinstance(cap, int | float) or isinstance(cap, bool) or cap <= 0:
+        raise InputError(
+            f"bucket_cap_mb is {cap!r}; give a number of MiB above 0, or math.inf to sum all "
+            "gradients of a stage at once"
+        )
+    return cap * 2**20

@@ -38,7 +38,7 @@ class SumReplicas(Needed):
         self._parts = {
             (task.kind, task.stage, task.microbatch): buckets[task.stage] - 1
             for row in schedule.rows
-            for task, then in pairwise(row)
+            for task, then in pairwise(each for each in row if each.kind != "D")
             if task.kind in "BW" and task.stage is not None
             if (then.kind, then.stage, then.batch) == ("A", task.stage, task.batch)
             if buckets[task.stage] > 1

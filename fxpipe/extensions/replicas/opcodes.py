@@ -195,5 +195,9 @@ class PartialBackward(Compute):
         for index in machine.stages[stage].buckets[bucket]:
             complete[index], sums[index] = sums[index], None
         store.gradients[stage, batch] = sums
-        batch, replicas = machine.step + batch, machine.channels.replicas
-        replicas.reduce_scatter(machine, stage, batch, complete, bucket)
+        self.send(machine, complete)
+
+    def send(self, machine: Machine, gradients: list[Tensor | None]) -> None:
+        """Begin to sum the gradients of its bucket, which are complete."""
+        batch, replicas = machine.step + self.batch, machine.channels.replicas
+        replicas.reduce_scatter(machine, self.stage, batch, gradients, self.bucket)

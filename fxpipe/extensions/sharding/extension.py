@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.clipping.opcodes import Norm
-from fxpipe.extensions.replicas.extension import Replicas
+from fxpipe.extensions.replicas.extension import Replicas, bucket_size
 from fxpipe.extensions.replicas.lowering import gather_weights
-from fxpipe.extensions.replicas.opcodes import AllGather, ReduceScatter
+from fxpipe.extensions.replicas.opcodes import AllGather, PartialBackward, ReduceScatter
 from fxpipe.extensions.sharding.opcodes import (
     AwaitSums,
+    PartialToOwners,
     ReduceToOwners,
     ShareNorms,
     UpdateShards,
@@ -46,11 +46,14 @@ class Sharding(Extension):
             a step. A schedule with tasks G and D of its own stays as it is.
         ahead: whether to begin to gather the next run's stage while one computes, for which a
             device has memory for two whole stages. By default where a device has more than two.
+        bucket_cap_mb: as for ``Replicas``: of how many MiB gradients are sent together, while the
+            last backward computes the next ones.
     """
 
     kind: str
     gathers: str = "runs"
     ahead: bool | None = None
+    bucket_cap_mb: float = 25
 
     def options(self, options: Options) -> Options:
         """The options with these. Raises InputError if it does not know a value, or there is no
@@ -69,7 +72,8 @@ class Sharding(Extension):
                 "parameters: torch.optim.AdamW(parameters), or leave it out"
             )
         weights = self.kind == "zero3" and options.replicas > 1
-        return replace(options, sharded=True, sharded_weights=weights, bucket_bytes=math.inf)
+        bucket = bucket_size(self.bucket_cap_mb)
+        return replace(options, sharded=True, sharded_weights=weights, bucket_bytes=bucket)
 
     def check(self, options: Options) -> None:
         """Raise InputError if it cannot work with these options."""
@@ -138,6 +142,8 @@ def _changed(program: Program, *, weights: bool) -> Program:
         match x:
             case ReduceScatter():
                 return ReduceToOwners(x.stage, x.batch)
+            case PartialBackward():
+                return PartialToOwners(*(getattr(x, field.name) for field in fields(x)))
             case AllGather():
                 return AwaitSums(x.stage, x.batch)
             case Norm():

@@ -16,13 +16,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxpipe.extensions.clipping.opcodes import Norm
-from fxpipe.extensions.replicas.opcodes import AllGather, ReduceScatter, Summing
-from fxpipe.extensions.sharding.exchanges import Gathering, Reduction, coming_sums, own_sums, shard
+from fxpipe.extensions.replicas.opcodes import (
+    AllGather,
+    PartialBackward,
+    ReduceScatter,
+    Summing,
+)
+from fxpipe.extensions.sharding.exchanges import (
+    Gathering,
+    Reduction,
+    coming_sums,
+    own_sums,
+    shard,
+    sum_in_turn,
+)
 from fxpipe.ir.effects import WEIGHTS, DeviceMemory, Spaces
 from fxpipe.ir.opcodes.update import Update
 from fxpipe.ir.task import KINDS
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fxpipe.ir.program import Program
     from fxpipe.runtime.interpreter import Machine
 
@@ -116,13 +130,35 @@ class ReduceToOwners(ReduceScatter):
         return Reduction(self.stage, self.batch)
 
     def spaces(self, memory: DeviceMemory) -> Spaces:
-        return Spaces(then=(coming_sums(memory, self.stage, self.batch),))
+        return Spaces(then=(coming_sums(memory, self.stage, self.batch, -1),))
 
     def run(self, machine: Machine) -> None:
         from fxpipe.extensions.sharding.running import begin_reduce
 
         gradients = machine.store.gradients.pop((self.stage, self.batch), [])
-        begin_reduce(machine, self.stage, self.batch, gradients)
+        begin_reduce(machine, self.stage, self.batch, -1, gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialToOwners(PartialBackward):
+    """Run a backward until a bucket of gradients is complete, and begin to send these, each to the
+    replica that updates its parameter.
+
+    Roughly: saved, g = backward(saved, output_gradients); reduce_to_owners(gradients[bucket] + g).
+    """
+
+    opcode = "partial_to_owners"
+
+    def begins(self, program: Program) -> Reduction:  # type: ignore[override]
+        return Reduction(self.stage, self.batch, self.bucket)
+
+    def spaces(self, memory: DeviceMemory) -> Spaces:
+        return Spaces(then=(coming_sums(memory, self.stage, self.batch, self.bucket),))
+
+    def send(self, machine: Machine, gradients: list[Tensor | None]) -> None:
+        from fxpipe.extensions.sharding.running import begin_reduce
+
+        begin_reduce(machine, self.stage, self.batch, self.bucket, gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +174,18 @@ class AwaitSums(AllGather):
         return Reduction(self.stage, self.batch)
 
     def spaces(self, memory: DeviceMemory) -> Spaces:
+        """One bucket after another is summed, and given back."""
         stage, batch = self.stage, self.batch
-        over = memory.sums(stage, batch), coming_sums(memory, stage, batch)
-        return Spaces(over=over, then=(own_sums(memory, stage, batch),))
+        buckets = range(-1, memory.program.buckets.get(stage, 1) - 1)
+        came = [coming_sums(memory, stage, batch, bucket) for bucket in buckets]
+        freed, summed = (memory.sums(stage, batch), *came), own_sums(memory, stage, batch)
+        most = sum_in_turn(memory, stage, buckets)
+        return Spaces(freed=freed, during=memory.blocks(most), then=(summed,))
 
     def run(self, machine: Machine) -> None:
         from fxpipe.extensions.sharding.running import await_sums
 
-        sums = await_sums(machine, self.stage, self.batch)
+        sums = await_sums(machine, self.stage, self.batch, machine.program.buckets)
         machine.store.gradients[self.stage, self.batch] = sums
 
 

@@ -6,7 +6,7 @@ other ranks' stages are. It stays the same object.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from fxpipe.extensions.replicas.collectives import (
     Collectives,
     added,
     as_bytes,
+    merged,
     refuse_missing,
 )
 from fxpipe.ir.value import Buffer
@@ -71,11 +72,13 @@ def drop_others(machine: Machine, stage: int) -> None:
             become(parameter, torch.empty_like(parameter, device="meta"))
 
 
-def begin_reduce(machine: Machine, stage: int, batch: int, gradients: list[Tensor | None]) -> None:
-    """Launch the sending of each gradient to the replica that updates its parameter. The list is
-    emptied. Raises InputError as ``Collectives.reduce_scatter``."""
+def begin_reduce(
+    machine: Machine, stage: int, batch: int, bucket: int, gradients: list[Tensor | None]
+) -> None:
+    """Launch the sending of each gradient of a bucket to the replica that updates its parameter.
+    The list is emptied. Raises InputError as ``Collectives.reduce_scatter``."""
     replicas, owners = _replicas(machine), _owners(machine, stage)
-    refuse_missing(machine, stage, -1, gradients)
+    refuse_missing(machine, stage, bucket, gradients)
     here, count = replicas.group.replica, replicas.group.replicas
     kinds = [
         torch.empty_like(g, device="meta") if g is not None and of == here else None
@@ -96,7 +99,7 @@ def begin_reduce(machine: Machine, stage: int, batch: int, gradients: list[Tenso
                 as_bytes(came), as_bytes(given), [splits[here]] * count, splits
             )
             begun.append((dtype, work, given, came))
-    replicas.begun["gradients", stage, machine.step + batch] = kinds, begun
+    replicas.begun["gradients", stage, machine.step + batch, bucket] = kinds, begun
 
 
 def _rows(
@@ -114,11 +117,19 @@ def _rows(
     return torch.cat([part for each in parts for part in each]), sizes
 
 
-def await_sums(machine: Machine, stage: int, batch: int) -> list[Tensor | None]:
+def await_sums(
+    machine: Machine, stage: int, batch: int, buckets: Mapping[int, int]
+) -> list[Tensor | None]:
     """The sums, in the order of the replicas, of the gradients that this one sums; None for all
     others. Raises Stopped when the run is stopped."""
+    every = range(-1, buckets.get(stage, 1) - 1)
+    return merged([_summed(machine, stage, machine.step + batch, bucket) for bucket in every])
+
+
+def _summed(machine: Machine, stage: int, batch: int, bucket: int) -> list[Tensor | None]:
+    """The same of a bucket."""
     replicas = _replicas(machine)
-    kinds, begun = replicas.begun.pop(("gradients", stage, machine.step + batch))
+    kinds, begun = replicas.begun.pop(("gradients", stage, batch, bucket))
     sums: dict[torch.dtype, Tensor] = {}
     with explained(replicas.stopped):
         while begun:

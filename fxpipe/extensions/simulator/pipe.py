@@ -243,13 +243,13 @@ def held_sizes(
     plan, given = compiled.plan, options.optimizer
     optimizers = [*(own or [None] * len(plan.stages))]
     elsewhere = {s.index for s in plan.stages if own is not None and not options.owns(s.index)}
-    for stage in plan.stages:
-        parameters = {a.target: state[a.target] for a in stage.parameters}
-        missing = own is None or stage.index in elsewhere or options.shards
-        if given is not None and parameters and missing:
-            if options.shards:
-                parameters = _largest_share(parameters, options.replicas)
-            optimizers[stage.index] = given.of(parameters)
+    every = [{a.target: state[a.target] for a in stage.parameters} for stage in plan.stages]
+    if options.shards:
+        every = _largest_shares(every, compiled.schedule.placement, options.replicas)
+    for stage, parameters in enumerate(every):
+        missing = own is None or stage in elsewhere or options.shards
+        if given is not None and plan.stages[stage].parameters and missing:
+            optimizers[stage] = given.of(parameters)
     early = compiled.program.window if options.ranks else 0
     schedule = compiled.schedule  # of a stage with copies, some micro-batches come from elsewhere
     placement = () if any(schedule.working) else schedule.placement
@@ -289,10 +289,17 @@ def communicators(compiled: Compiled, options: Options) -> dict[int, int]:
     }
 
 
-def _largest_share(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, Tensor]:
-    """The parameters that the replica with the most bytes updates."""
-    by = Parts.owners.find()([p.nbytes for p in parameters.values()], replicas)
-    shares: list[dict[str, Tensor]] = [{} for _ in range(replicas)]
-    for of, (name, parameter) in zip(by, parameters.items(), strict=True):
-        shares[of][name] = parameter
-    return max(shares, key=lambda share: sum(p.nbytes for p in share.values()))
+def _largest_shares(
+    stages: Sequence[Mapping[str, Tensor]], placement: Sequence[int], replicas: int
+) -> list[dict[str, Tensor]]:
+    """Stage → the parameters that the replica updates that has the most bytes of its device."""
+    loads = {device: [0] * replicas for device in placement}
+    by = [
+        Parts.owners.find()([p.nbytes for p in stage.values()], loads[device])
+        for stage, device in zip(stages, placement, strict=True)
+    ]
+    most = {device: each.index(max(each)) for device, each in loads.items()}
+    return [
+        {name: p for (name, p), of in zip(stage.items(), owner, strict=True) if of == most[device]}
+        for stage, owner, device in zip(stages, by, placement, strict=True)
+    ]

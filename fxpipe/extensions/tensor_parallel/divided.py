@@ -111,7 +111,8 @@ class Divided:
             for held, key in places:
                 held[key] = part
         del found  # so that only the parts are left
-        self._inside: list[tuple[dict[str, Any], str, Any]] = []
+        # who holds what in place of which, while the model is called
+        self._inside: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._hooks = [
             model.register_forward_pre_hook(self._enter, prepend=True),
             model.register_forward_hook(self._leave, always_call=True),
@@ -170,13 +171,16 @@ class Divided:
             local = held[key]
             whole = spec.whole(local)
             for held, key in places:
-                self._inside.append((held, key, held[key]))
+                self._inside.append((held, key, whole, held[key]))
                 held[key] = whole
 
     def _leave(self, *_: Any) -> None:
+        """Also before the next call: while it is traced, a model that fails calls no hook, and what
+        stood in for its parameters meanwhile is no more."""
         while self._inside:
-            held, key, local = self._inside.pop()
-            held[key] = local
+            held, key, whole, local = self._inside.pop()
+            if held.get(key) is whole:
+                held[key] = local
 
 
 def _given_back(module: nn.Module, _: Any, output: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fxpipe.compiler.leaf_modules.calls import LeafCalls
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
 from fxpipe.extend import Extension, Kernels
@@ -18,6 +19,7 @@ from fxpipe.extensions.tensor_parallel.collectives import (
     without_collectives,
 )
 from fxpipe.extensions.tensor_parallel.divided import Divided
+from fxpipe.extensions.tensor_parallel.draws import own_draws
 from fxpipe.extensions.tensor_parallel.norms import ColumnNorm
 from fxpipe.extensions.tensor_parallel.times import ColumnLink, add_times, way_of
 from fxpipe.ir.plan import Plan
@@ -66,7 +68,11 @@ class TensorParallel(Extension):
         """What names groups by dimensions, measures without them, and adds up norms."""
         timed = [("", Pass(self.time_ways, "", ""))] if options.costs is None else []
         return {
-            "capture": [*timed, ("seed_randomness", Pass(self.name_groups, "traced", "traced"))],
+            "capture": [
+                ("", Pass(self.refuse_leaves, "calls", "")),
+                *timed,
+                ("seed_randomness", Pass(self.name_groups, "traced", "traced")),
+            ],
             "partition": [("", Pass(self.same_parts, "traced", ""))],
             "follow": [("", Pass(self.same_parts, "traced", ""))],
             "measure": [
@@ -76,20 +82,24 @@ class TensorParallel(Extension):
             "program": [("lower", Pass(add_norms, "program", "program", apart=True))],
         }
 
-    def name_groups(self, traced: Traced) -> Traced:
-        """See ``collectives.name_groups``; also refuses what columns would draw alike.
+    def refuse_leaves(self, calls: LeafCalls | None) -> None:
+        """Raise InputError if a module that is called as it is has parts of parameters: it would
+        compute with them as if they were whole."""
+        for name in () if calls is None else calls.leaves:
+            own = [each for each in self.divided.specs if each.startswith(f"{name}.")]
+            if own:
+                raise InputError(
+                    f"module {name!r} is called as it is, as a leaf, and {own[0]!r} in it is "
+                    f"divided over {', '.join(self.dims)}; let it be traced, without the line that "
+                    "a warning named or without fxpipe.LeafModules, or do not divide it"
+                )
 
-        Raises:
-            InputError: the model draws random numbers.
-        """
-        if traced.seeded:
-            raise InputError(
-                "the model draws random numbers, as dropout does, and ranks that have parts of a "
-                f"value over {', '.join(self.dims)} would draw the same for each part; let it draw "
-                "none (dropout=0.0), or call pipe.eval()"
-            )
+    def name_groups(self, traced: Traced) -> Traced:
+        """See ``collectives.name_groups`` and ``own_draws``."""
         known = {str(group.group_name): dim for dim, group in self.groups.items()}
-        return name_groups(traced, self.divided.groups() | known)
+        named = name_groups(traced, self.divided.groups() | known)
+        sharded = {name: spec.sharded for name, spec in self.divided.specs.items()}
+        return own_draws(named, sharded, self.group)
 
     def time_ways(self) -> None:
         """Time collectives once, on all ranks."""

@@ -274,6 +274,24 @@ def test_a_group_that_is_collected_says_goodbye(groups: Any) -> None:
     two.close()
 
 
+def test_a_rank_that_is_slow_hears_why_another_has_closed_its_pipe(groups: Any) -> None:
+    slow, fast = groups(2)
+    held = threading.Event()
+
+    def busy() -> None:  # its other thread handles nothing meanwhile
+        with slow._tree._lock:
+            held.set()
+            time.sleep(1.5)
+
+    threading.Thread(target=busy).start()
+    held.wait()
+    for call in range(2, 8):
+        fast._tree.tell("fails", (call,), failure_of(ValueError("first")))
+    fast.close()
+    assert soon(lambda: slow.gone is not None)
+    assert CLOSED in str(slow.gone)
+
+
 def test_a_rank_whose_process_ends_is_named_by_all_others(groups: Any) -> None:
     ranks = groups(4)
     ends(ranks[2])

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -298,9 +300,13 @@ def test_an_optimizer_that_needs_whole_parameters_trains_in_shards() -> None:
 
 @pytest.mark.smoke
 def test_parameters_are_dealt_out_by_bytes() -> None:
-    assert owners([5, 1, 4, 3, 2], 2) == [0, 0, 1, 1, 0]
-    assert owners([7], 3) == [0]
-    assert owners([], 2) == []
+    loads = [0, 0]
+    assert owners([5, 1, 4, 3, 2], loads) == [0, 0, 1, 1, 0]
+    assert loads == [8, 7]
+    assert owners([4, 4], loads) == [1, 0]  # of another stage of the device
+    assert loads == [12, 11]
+    assert owners([7], [0, 0, 0]) == [0]
+    assert owners([], loads) == []
 
 
 @pytest.mark.smoke
@@ -373,3 +379,17 @@ def test_one_replica_shards_nothing() -> None:
             assert "gather_weights" not in pipe.program.opcodes
             states.append({key: value.clone() for key, value in pipe.state_dict().items()})
     assert_equal(states[1], states[0], "one replica")
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 99), max_size=6), min_size=1, max_size=4), st.integers(1, 5)
+)
+def test_no_replica_has_more_than_its_part_and_the_largest_parameter(
+    stages: list[list[int]], replicas: int
+) -> None:
+    loads = [0] * replicas
+    for sizes in stages:
+        assert len(owners(sizes, loads)) == len(sizes)
+    whole = sum(map(sum, stages))
+    assert sum(loads) == whole
+    assert max(loads) <= whole / replicas + max(map(max, filter(None, stages)), default=0)

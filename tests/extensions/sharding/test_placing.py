@@ -25,21 +25,19 @@ from fxpipe.extensions.simulator import Link
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.ir.recipe import RECIPES, Recipe, find_recipe
+from fxpipe.ir.recipe import Recipe, find_recipe
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
+from fxpipe.text.program import print_instruction
 from fxpipe.verify.program import verify_program
 from tests.helpers.faults import faults_of
+from tests.helpers.flushing import FLUSHING
 from tests.helpers.plans import chain
 
 pytestmark = pytest.mark.smoke
 
-FLUSHING = sorted(
-    name
-    for name, recipe in RECIPES.items()
-    if not recipe.copies(2) and not recipe(2, 4).overlaps and recipe.slices == 1
-)
+SCHEDULES = [*FLUSHING, "inference"]
 
 
 def sharded(name: str, devices: int, microbatches: int, **how: Any) -> Program:
@@ -52,7 +50,7 @@ def lowered(schedule: Schedule) -> Program:
     return free(communicate(Sharding("zero3").shard(program, True)))
 
 
-@pytest.mark.parametrize("name", FLUSHING)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("how", [{}, {"once": True}, {"ahead": True}], ids=str)
 def test_every_schedule_that_flushes_is_accepted_with_gathers(name: str, how: Any) -> None:
     for devices, microbatches in ((1, 3), (2, 4), (3, 6)):
@@ -63,7 +61,7 @@ def test_every_schedule_that_flushes_is_accepted_with_gathers(name: str, how: An
         assert Schedule.parse(str(made)) == made
 
 
-@given(st.sampled_from(FLUSHING), st.integers(1, 4), st.integers(1, 8))
+@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(1, 8))
 def test_a_device_has_one_stage_whole_unless_it_gathers_ahead(
     name: str, devices: int, factor: int
 ) -> None:
@@ -132,6 +130,30 @@ def test_a_program_that_gathers_nothing_is_refused_with_all_its_faults() -> None
     bare = replace(PROGRAM, lists=tuple(lists))
     wrong = [fault for fault in faults_of(bare) if "shard of the weights" in fault.what]
     assert len(wrong) == sum(isinstance(x, UpdateShards) for row in lists for x in row) == 4
+
+
+def test_buckets_of_gradients_leave_while_the_rest_of_the_last_backward_runs() -> None:
+    """Weights are dropped before the last of them leaves."""
+    made = add_shards(add_reduce(find_recipe("looped-bfs")(2, 2)))
+    plan = chain(made.stages)
+    stages = [replace(stage, buckets=((0,), (1,), (2,))) for stage in plan.stages]
+    program = Lower(replace(plan, stages=tuple(stages)), replicas=2)(made.verify())
+    program = free(communicate(Sharding("zero3").shard(program, True))).verify()
+    for stage, device in enumerate(program.placement):
+        row = [str(x) for x in map(print_instruction, program.lists[device]) if f"s{stage}" in x]
+        assert [x.split(maxsplit=1) for x in row[-7:]] == [
+            ["partial_to_owners", f"B s{stage}[1] v0 bucket 0"],
+            ["partial_to_owners", f"B s{stage}[1] v0 bucket 1"],
+            ["backward", f"s{stage}[1] v0 rest"],
+            ["drop_shards", f"s{stage}"],
+            ["reduce_to_owners", f"s{stage}"],
+            ["await_sums", f"s{stage}"],
+            ["update_shards", f"s{stage} v0 -> v1"],
+        ]
+    rests = (ins.Backward, ins.WeightGrad)
+    whole = [replace(x, rest=False) if isinstance(x, rests) else x for x in program.lists[0]]
+    wrong = replace(program, lists=(tuple(whole), *program.lists[1:]))
+    assert any("let the rest of that backward" in fault.cure for fault in faults_of(wrong))
 
 
 def own_gathers(device: int, devices: int, microbatches: int) -> Any:

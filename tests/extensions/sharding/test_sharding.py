@@ -27,6 +27,7 @@ from tests.extensions.ranks.test_replicas import (
     looped,
     made,
 )
+from tests.helpers.flushing import FLUSHING
 from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
 from tests.helpers.tiny import Tiny
@@ -34,22 +35,20 @@ from tests.helpers.tiny import Tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CUTS: dict[int, Any] = {1: [], 2: ["third"], 4: ["second", "third", "fourth"]}
-DOUBLE = ("interleaved-1f1b", "looped-bfs", "dualpipe-v", "zb-v", "v-half", "v-min", "hanayo")
-FLUSHING: tuple[str, ...] = ("zb-h1", "looped-bfs")
-if DEEP:
-    FLUSHING = ("gpipe", "1f1b", "zb-h1", "zb-h2", "naive", "interleaved-zb", *DOUBLE)
+SCHEDULES = FLUSHING if DEEP else ["zb-h1", "looped-bfs"]
 
 
 def pipe_of(
     mesh: DeviceMesh, kind: str, gathers: str = "runs", ahead: bool | None = None, **options: Any
 ) -> fxpipe.Pipeline:
+    """A pipe over replicas that send gradients in many buckets."""
     stages = find_recipe(options.get("schedule", "1f1b")).stages(mesh["pp"].size())
     defaults: dict[str, Any] = {
         "microbatches": 4,
         "loss": F.mse_loss,
         "optimizer": OPTIMIZERS["adamw"],
         "partition": CUTS.get(stages, "auto"),
-        "extensions": [fxpipe.Sharding(kind, gathers, ahead)],
+        "extensions": [fxpipe.Sharding(kind, gathers, ahead, bucket_cap_mb=1e-4)],
     }
     return fxpipe.compile(made(), mesh, **{**defaults, **options})
 
@@ -72,6 +71,7 @@ def trained(
             x, y = batch(step, replica)
             found[f"loss {step}"] = pipe.step(x, target=y).clone()
         assert Program.parse(str(pipe.program)) == pipe.program.verify()
+        assert pipe.program.buckets
         found |= pipe.state_dict(full=True)
         own = pipe.state_dict()
         assert_equal(own, {name: found[name] for name in own}, "this rank's own")
@@ -97,7 +97,7 @@ def run_cases(mesh: DeviceMesh, cases: list[dict[str, Any]]) -> list[Results]:
 
 def cases() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for schedule in FLUSHING:
+    for schedule in SCHEDULES:
         found.append({"kind": "zero3", "schedule": schedule})
         if DEEP or schedule == "zb-h1":
             found.append({"kind": "zero2", "schedule": schedule, "clip_norm": 0.05, "scale": 256.0})
@@ -111,6 +111,7 @@ def cases() -> list[dict[str, Any]]:
 
 @pytest.mark.smoke
 def test_losses_weights_and_outputs_have_the_bits_of_a_plain_loop() -> None:
+    """Gradients go in buckets."""
     every = cases()
     for rank in on_ranks(4, run_cases, every, replicas=2):
         for case, found in zip(every, rank, strict=True):
@@ -119,30 +120,31 @@ def test_losses_weights_and_outputs_have_the_bits_of_a_plain_loop() -> None:
             assert_equal(found, expected(**options), str(case))
 
 
-WIDTH, LAYERS = 64, 8
-WHOLE = LAYERS * (WIDTH + 1) * WIDTH * 4
-"""The bytes of the layers' weights."""
+WIDTH = 64
+LAYER = (WIDTH + 1) * WIDTH * 4
+"""The bytes of a layer's weights."""
 
 
-def layers() -> nn.Sequential:
+def layers(count: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count)))
 
 
-def figures(mesh: DeviceMesh) -> dict[str, tuple[int, int, int, int]]:
-    """Bytes of weights at rest, sent in a step, and both as predicted."""
+def figures(mesh: DeviceMesh, each: int) -> dict[str, tuple[int, int, int, int]]:
+    """Bytes of weights at rest, sent in a step, and both as predicted, of four stages of so many
+    layers."""
     found, x = {}, torch.randn(16, WIDTH)
     for kind, gathers in (("zero2", "runs"), ("zero3", "runs"), ("zero3", "step")):
-        model = layers()
+        model = layers(4 * each)
         with fxpipe.compile(
             model,
             mesh,
             schedule="looped-bfs",
-            partition=["2", "4", "6"],
+            partition=[str(each * stage) for stage in (1, 2, 3)],
             microbatches=4,
             loss=F.mse_loss,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            extensions=[fxpipe.Sharding(kind, gathers)],
+            extensions=[fxpipe.Sharding(kind, gathers, bucket_cap_mb=0.01)],
         ) as pipe:
             group: Any = pipe._group
             for _ in range(2):
@@ -158,17 +160,24 @@ def figures(mesh: DeviceMesh) -> dict[str, tuple[int, int, int, int]]:
     return found
 
 
-def test_bytes_at_rest_and_bytes_sent_are_those_of_the_formulas_and_as_predicted() -> None:
+@pytest.mark.parametrize("each", [1, 2])
+def test_bytes_at_rest_and_bytes_sent_are_those_of_the_formulas_and_as_predicted(each: int) -> None:
     """P bytes a device, of N replicas: at rest P / N with zero3. Sent in units of (N − 1) / N · P:
-    gradients 1, and weights 1 once a step, or for looped-bfs with two stages a device 3 / 2."""
-    device, unit = WHOLE // 2, WHOLE // 4
-    for found in on_ranks(4, figures, replicas=2):
-        for name, rest, sent in (
-            ("zero2 runs", device, 2 * unit),
-            ("zero3 step", device // 2, 2 * unit),
-            ("zero3 runs", device // 2, 5 * unit // 2),
-        ):
-            assert found[name] == (rest, sent, rest, sent), name
+    gradients 1, and weights 1 once a step, or for looped-bfs with two stages a device 3 / 2. A
+    bucket has the gradients of a layer. Where a stage has one matrix, the device's other stage
+    evens out what its replicas have; what they send is so on average."""
+    device, unit = 2 * each * LAYER, each * LAYER
+    ranks = on_ranks(4, figures, each, replicas=2)
+    for name, rest, sent in (
+        ("zero2 runs", device, 2 * unit),
+        ("zero3 step", device // 2, 2 * unit),
+        ("zero3 runs", device // 2, 5 * unit // 2),
+    ):
+        found = [rank[name] for rank in ranks]
+        assert sum(moved for _, moved, *_ in found) == 4 * sent, name
+        for at_rest, moved, *predicted in found:
+            assert (at_rest, each == 1 or moved) == (rest, each == 1 or sent), name
+            assert predicted == [at_rest, moved], name
 
 
 def let_go(function: Any) -> Any:
@@ -182,17 +191,23 @@ def let_go(function: Any) -> Any:
     return called
 
 
+BUCKET = 129 * 128 * 4
+"""The bytes of the gradients of a layer, which fill a bucket of 0.05 MiB."""
+
+
 def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
     """The predicted and the counted peak of memory of steps."""
     found = []
     for name in ("await_weights", "added"):
         setattr(running, name, let_go(getattr(running, name)))
     setattr(Collectives, "gather_weights", let_go(Collectives.gather_weights))  # noqa: B010
-    for schedule, kind, rows, gathers in (
-        ("looped-bfs", "zero3", 16, "runs"),
-        ("looped-bfs", "zero3", 512, "runs"),
-        ("1f1b", "zero3", 64, "step"),
-        ("1f1b", "zero2", 64, "runs"),
+    for schedule, kind, rows, gathers, bucket in (
+        ("looped-bfs", "zero3", 16, "runs", 25),
+        ("looped-bfs", "zero3", 512, "runs", 25),
+        ("1f1b", "zero3", 64, "step", 25),
+        ("1f1b", "zero2", 64, "runs", 25),
+        ("looped-bfs", "zero3", 16, "runs", 0.05),
+        ("1f1b", "zero2", 64, "runs", 0.05),
     ):
         x = torch.randn(rows, 128)
         torch.manual_seed(0)
@@ -206,9 +221,10 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
             loss=F.mse_loss,
             microbatches=4,
             optimizer=OPTIMIZERS["sgd"],
-            extensions=[fxpipe.Sharding(kind, gathers)],
+            extensions=[fxpipe.Sharding(kind, gathers, bucket_cap_mb=bucket)],
         ) as pipe:
             pipe.prepare(x, target=x)
+            assert bool(pipe.program.buckets) == (bucket < 1)
             with counted(pipe) as (device,):
                 for step in range(4):
                     if step == 2:
@@ -220,8 +236,10 @@ def peaks(mesh: DeviceMesh) -> list[tuple[int, int]]:
 
 def test_the_memory_of_a_step_is_as_predicted() -> None:
     for found in on_ranks(2, peaks, replicas=2):
-        for predicted, held in found:
+        for predicted, held in found[:4]:
             assert predicted == pytest.approx(held, rel=0.01), found
+        for predicted, held in found[4:]:  # replicas have other shares of each bucket
+            assert predicted == pytest.approx(held, abs=BUCKET + 0.01 * held), found
 
 
 def continued(
@@ -359,3 +377,67 @@ def test_an_automatic_schedule_counts_the_memory_that_sharding_saves() -> None:
         assert max(peaks) <= limit
     for found, *_ in on_ranks(4, chosen, [fxpipe.Replicas()], replicas=2):
         assert "too little" in found
+
+
+class Mixed(nn.Module):
+    """Dropout, a BatchNorm, a weight that two stages share, one that nobody trains, and one of no
+    element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 6)
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
+        shared = nn.Linear(6, 6)
+        self.second = nn.Sequential(shared, nn.Tanh())
+        self.third = nn.Linear(6, 6, bias=False)
+        self.third.weight = shared.weight
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.table.weight
+        self.still = nn.Parameter(torch.ones(6), requires_grad=False)
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(self.first(self.table(x)))
+        out: torch.Tensor = self.head(self.third(h) * self.still + self.none.sum())
+        return out
+
+
+def mixed(mesh: DeviceMesh, cases: list[dict[str, Any]]) -> list[Results]:
+    """Losses, gradients' norms and states of a model that has a bit of everything."""
+    every = []
+    for case in cases:
+        found: Results = {}
+        options: dict[str, Any] = {"schedule": "1f1b", "clip_norm": 0.5, **case}
+        with fxpipe.compile(
+            Mixed(),
+            mesh,
+            microbatches=2,
+            loss=F.cross_entropy,
+            optimizer=OPTIMIZERS["adamw"],
+            partition=["second", "third", "head"] if "bfs" in options["schedule"] else ["third"],
+            **options,
+        ) as pipe:
+            torch.manual_seed(3)
+            for step in range(3):
+                x = torch.arange(8).add(step + mesh["dp"].get_local_rank()).remainder(9)
+                found[f"loss {step}"] = pipe.step(x, target=x.flip(0)).clone()
+                found[f"norm {step}"] = torch.tensor(pipe.grad_norm)
+            found |= pipe.state_dict(full=True)
+            pipe.eval()
+            with torch.no_grad():
+                found["output"] = pipe(x)
+        every.append(found)
+    return every
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("schedule", ["1f1b", "looped-bfs", "zb-h1"])
+def test_draws_statistics_and_tied_weights_are_those_of_whole_weights(schedule: str) -> None:
+    kinds: list[Any] = [fxpipe.Replicas(), fxpipe.Sharding("zero2", bucket_cap_mb=1e-4)]
+    kinds += [fxpipe.Sharding("zero3", bucket_cap_mb=1e-4), fxpipe.Sharding("zero3", "step")]
+    cases = [{"schedule": schedule, "extensions": [kind]} for kind in kinds]
+    for whole, *others in on_ranks(4, mixed, cases, replicas=2):
+        assert whole["norm 0"] > 0
+        for other in others:
+            assert_equal(other, whole, schedule)

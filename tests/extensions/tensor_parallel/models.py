@@ -146,15 +146,3 @@ def near(found: Results, expected: Results, name: str) -> None:
     for key, value in expected.items():
         error = (found[key] - value).abs().max() / value.abs().max()
         assert error < 1e-6, f"{name}: {key} differs by {error}"
-
-
-class Dropping(Mlp):
-    """The same with dropout behind it."""
-
-    def __init__(self, hidden: int, bias: bool) -> None:
-        super().__init__(hidden, bias)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.drop(super().forward(x))
-        return out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,10 @@ from fxpipe.extensions.tensor_parallel.collectives import communicates, name_gro
 from fxpipe.ir.traced import Traced, WholeBackward
 from fxpipe.kernels.graph import GraphKernel
 from fxpipe.passes.graph.lazy_module import copied
+from tests.extensions.ranks.control import counting
+from tests.extensions.ranks.test_lost_ranks import survivors, told_of
 from tests.extensions.tensor_parallel.models import data, looped, loss, made, near, plan_of
+from tests.helpers.failing import die
 from tests.helpers.profiles import DEEP, deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -208,6 +213,57 @@ def test_an_output_in_parts_and_columns_with_other_weights_are_refused() -> None
     assert on_ranks(2, refused) == ["refused"] * 2
 
 
+class Branching(nn.Module):
+    """What it computes depends on the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        out: Tensor = self.down(torch.tanh(up) if float(x.detach().sum()) > 0 else up)
+        return out
+
+
+def branching() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), Branching())
+
+
+def beside_a_leaf(_: DeviceMesh) -> list[float]:
+    """The losses where a module that cannot be traced has whole parameters; one with parts is
+    refused."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    options: dict[str, Any] = {**SGD, "partition": ["2"], "microbatches": 2, "loss": F.mse_loss}
+    model, x = branching(), X[0]
+    parts: Any = {"2.up": ColwiseParallel(), "2.down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], parts)
+    with (
+        fxpipe.compile(model, mesh, **options) as pipe,
+        pytest.raises(fxpipe.FxpipeError, match=r"'2' is called as it is.*'2\.up\.weight' in it"),
+    ):
+        pipe.step(x, target=x)
+    model, parts = branching(), {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], parts)
+    with fxpipe.compile(model, mesh, **options) as pipe:
+        return [pipe.step(x, target=x).item() for _ in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_module_that_is_called_as_it_is_has_whole_parameters_or_is_refused() -> None:
+    model, x, expected = branching(), X[0], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _step in range(2):
+        optimizer.zero_grad()
+        total = torch.stack([F.mse_loss(model(part), part) / 2 for part in x.chunk(2)]).sum()
+        total.backward()
+        optimizer.step()
+        expected.append(total.item())
+    for found in on_ranks(4, beside_a_leaf):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def without_one(traced: Traced, at: int) -> Traced:
     """A graph and its backward without one of their collectives."""
     traced = copied(traced)
@@ -313,6 +369,37 @@ def test_after_drawn_failures_no_rank_waits_and_no_number_is_wrong(seed: int) ->
         near(found, looped(made()), "after failures")
 
 
+def killed(_: DeviceMesh, folder: str, where: str) -> str:
+    """Of two ranks that have the parts of the last stage one is killed; what the others are told,
+    of which one waits in a collective."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model, (x, y) = made(), data()
+    parallelize_module(model, mesh["tp"], plan_of(2, ("attention", "mlp", "embed", "head")))
+    options: dict[str, Any] = {**SGD, "partition": ["layers.1"], "microbatches": 4}
+    with fxpipe.compile(model, mesh, loss=loss, **options) as pipe:
+        victim: Any = model.layers[1].mlp
+        if where == "compile":
+            if mesh.get_rank() == 3:
+                victim.register_forward_pre_hook(lambda *_: die())
+        else:
+            pipe.step(x, target=y)
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh.get_rank() == 3 and where != "compile":
+                patch.setattr(GraphKernel, where, lambda *_: die())
+            with told_of(3, 10) as raised:
+                pipe.step(x, target=y)
+        with told_of(3, 1):
+            pipe.step(x, target=y)
+    return str(raised.value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
+@pytest.mark.parametrize("where", ["backward", *deep("forward", "compile")])
+def test_a_rank_that_is_killed_beside_one_with_another_part_is_named_by_all(where: str) -> None:
+    for told in survivors(4, {3}, killed, where):
+        assert told.startswith("rank 3 (device 1, part 1, ")
+
+
 def late(mesh: DeviceMesh | int, schedule: str) -> list[float]:
     """The losses of steps whose batches overlap."""
     model, (x, y) = made(), data()
@@ -335,35 +422,30 @@ def test_batches_overlap_as_in_one_process(schedule: str) -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def told(_: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]) -> list[int]:
-    """How often a rank writes to the store in each of some steps that are like earlier ones."""
+def told(_: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]) -> Counter[str]:
+    """What a rank tells others and asks of the store in a step that is like earlier ones."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model, (x, y) = made(), data()
     if "tp" in names:
         parallelize_module(model, mesh["tp"], plan_of(2, ("attention", "mlp", "embed", "head")))
-    count = 0
-
-    def counting(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        return tell(*args)
-
-    with fxpipe.compile(model, mesh, loss=loss, microbatches=4, partition=["layers.1"]) as pipe:
-        group: Any = pipe._group
-        tell, group.tell = group.tell, counting
-        found = []
-        for _step in range(4):
-            count = 0
+    with fxpipe.compile(
+        model, mesh, loss=loss, microbatches=4, partition=["layers.1"], **SGD
+    ) as pipe:
+        for _step in range(3):
             pipe.step(x, target=y)
-            found.append(count)
-    return found[2:]
+        with counting() as found:
+            pipe.step(x, target=y)
+    del (
+        found["messages"],
+        found["looks"],
+    )  # the tree has more ranks, and its root looks now and then
+    return found
 
 
-@pytest.mark.deep
-def test_a_warm_step_writes_to_the_store_as_often_as_without_parts() -> None:
+def test_a_warm_step_asks_nothing_of_the_store_and_exchanges_what_one_without_parts_does() -> None:
     whole = on_ranks(2, told, (2,), ("pp",))
     parts = on_ranks(4, told, (2, 2), ("pp", "tp"))
-    assert [parts[0], parts[1], parts[2], parts[3]] == [whole[0], whole[0], whole[1], whole[1]]
+    assert whole + parts == [{"the call": 1, "end": 1}] * 6
 
 
 def examples(mesh: DeviceMesh, folder: str, steps: int) -> list[float]:
