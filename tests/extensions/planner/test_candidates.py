@@ -128,7 +128,7 @@ def test_devices_that_lack_memory_each_for_itself_are_not_tried_together() -> No
         tried.append(candidate)
         return predict(candidate)
 
-    modes = list(itertools.product(("never", "always"), repeat=4))
+    modes = list(itertools.product((NEVER, ALWAYS), repeat=4))
     every = [predict(Candidate(recipe, 8, a, b)) for a in modes for b in modes]
     best = min(each.seconds for each in every if each.fits(limits))
     found = evaluate([(recipe, 8)], None, limits, Exact(), counted, None)
