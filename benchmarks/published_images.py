@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import ceil
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import fxpipe
@@ -18,8 +19,13 @@ from benchmarks.models.unet import UNet
 from fxpipe import B, F, R, Recipe, Sizes, U
 from fxpipe.extensions.paper.counting import count
 from fxpipe.extensions.paper.presets import P40
+from fxpipe.extensions.simulator import Simulation
+from fxpipe.extensions.simulator.sizes import Workspace
+from fxpipe.ir import instruction as ins
 
 GIB = 2**30
+
+aten = torch.ops.aten
 
 Row = Mapping[str, str]
 
@@ -125,6 +131,13 @@ MODELS = {
     "ResNet-101 224x224": (flat_resnet, 224),
 }
 
+EPOCHS = {
+    "AmoebaNet-D (18,256) 224x224": 10_000,
+    "U-Net (5,64) 192x192": 10_000,
+    "ResNet-101 224x224": 50_000,
+}
+"""Model → samples of an epoch of torchgpipe's speed benchmarks."""
+
 BALANCE = {
     ("AmoebaNet-D (18,256) 224x224", 2, 1): (7, 17),
     ("AmoebaNet-D (18,256) 224x224", 2, 4): (9, 15),
@@ -229,10 +242,22 @@ def torchgpipe(keep: int) -> Recipe:
 
 
 def speed(row: Row, efficiency: float) -> float:
-    """Samples a second."""
-    model, devices, chunks = row["model"], int(row["pipeline"]), int(row["microbatches"])
-    samples = max(1, round(float(row["microbatch"])))
-    balance = BALANCE[model, devices, chunks]
+    """Samples a second of an epoch, whose last batch is smaller."""
+    chunks, epoch = int(row["microbatches"]), EPOCHS[row["model"]]
+    batch = round(float(row["microbatch"]) * chunks)
+    whole, rest = divmod(epoch, batch)
+    seconds = 0.0
+    for times, size in ((whole, batch), (rest > 0, rest)):
+        if times:
+            samples = ceil(size / chunks)
+            seconds += times * _step(row, efficiency, samples, ceil(size / samples))
+    return epoch / seconds
+
+
+def _step(row: Row, efficiency: float, samples: int, chunks: int) -> float:
+    """The seconds of a batch of so many micro-batches of so many samples."""
+    model, devices = row["model"], int(row["pipeline"])
+    balance = BALANCE[model, devices, int(row["microbatches"])]
     some, inputs = layers(model, samples)
     home = [stage for stage, many in enumerate(balance) for _ in range(many)]
     costs: dict[Any, float] = {"F": 0.0, "B": 0.0, "R": 0.0, "U": 0.0}
@@ -261,7 +286,7 @@ def speed(row: Row, efficiency: float) -> float:
     seconds = times[0]
     if len(times) > 1:
         seconds += (times[1] - times[0]) / (few[1] - few[0]) * (chunks - few[0])
-    return float(samples * chunks / seconds)
+    return float(seconds)
 
 
 def _few(devices: int, chunks: int) -> tuple[int, ...]:
@@ -293,7 +318,30 @@ CUTS = {
 
 
 def memory(model: str) -> float:
-    """GiB of all devices in a step of torchgpipe's memory benchmarks."""
+    """GiB that the allocators of all devices have reserved in torchgpipe's memory benchmarks.
+
+    To what a step holds in torchgpipe's order they add, as in PyTorch 1:
+
+    - gradients from the start, as the benchmarks never set them to zero between their two steps;
+    - while a 3 × 3 convolution runs, at least its filters as Winograd's algorithm transforms them,
+      to 6 × 6, without which U-Net's convolutions could not be as fast as they are published;
+    - what a device has sent, until its forwards, or its backwards, are over: another stream reads
+      it, and Python launches far ahead of the device.
+
+    If that does not fit, the allocator gives back blocks, and convolutions do without workspaces.
+    """
+    with on_paper(model) as pipe:
+        run = pipe.simulate()
+        assert run.sizes is not None
+        sizes = two_steps(run.sizes)
+        held = run.with_costs(run.costs, sizes=replace(sizes, runs=winograd(pipe, sizes.runs)))
+    most = P40.memory - P40.context
+    reserved = [min(held.memory[d].peak + _sent(run, d), most) for d in range(run.devices)]
+    return float(sum(reserved) / GIB)
+
+
+def on_paper(model: str) -> fxpipe.Pipeline:
+    """A model of the memory benchmarks, compiled with torchgpipe's cuts and order."""
     sizes, cuts = CUTS[model]
     name = model.split(" ")[0]
     batch, side = (32, 192) if name == "U-Net" else (128, 224)
@@ -305,16 +353,63 @@ def memory(model: str) -> float:
         y = torch.zeros(batch, 1, side, side) if name == "U-Net" else torch.zeros(batch).long()
     loss: Any = binary_cross_entropy_with_logits if name == "U-Net" else cross_entropy
     optimizer: Any = torch.optim.SGD if name == "U-Net" else torch.optim.RMSprop
-    with fxpipe.compile(
+    return fxpipe.compile(
         made,
         ["cpu"] * (len(at) + 1),
-        schedule="gpipe",
+        schedule=torchgpipe(1),
         microbatches=1 if baseline else batch,
-        recompute="never" if baseline else "except_last",
         loss=loss,
         optimizer=lambda parameters: optimizer(parameters, lr=0.1),
         partition=at or "auto",
         example=((x,), {"target": y}),
         costs=replace(P40, context=0),  # what torch's allocator reports
-    ) as pipe:
-        return float(sum(memory.peak for memory in pipe.simulate().memory) / GIB)
+    )
+
+
+def two_steps(sizes: Sizes) -> Sizes:
+    """Sizes with gradients that are there from the start, to which each backward adds."""
+    resident = {s: size + sizes.gradients[s] for s, size in sizes.parameters.items()}
+    runs = {**sizes.runs, **sizes.adding}
+    return replace(sizes, parameters=resident, gradients={}, elements={}, runs=runs)
+
+
+Runs = Mapping[tuple[str, int], Workspace]
+
+
+def winograd(pipe: fxpipe.Pipeline, runs: Runs) -> Runs:
+    """Runs with the transformed filters of 3 × 3 convolutions."""
+    found = dict(runs)
+    for stage in pipe.plan.stages:
+        for letters, module in (("FR", stage.forward), ("B", stage.backward)):
+            assert module is not None
+            nodes = [node for node in module.graph.nodes if node.op != "placeholder"]
+            for letter in letters:
+                run = found[letter, stage.index]
+                levels = zip(run.levels, map(_transformed, nodes), strict=True)
+                found[letter, stage.index] = replace(run, levels=tuple(a + b for a, b in levels))
+    return found
+
+
+WEIGHTS: Mapping[Any, int] = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Operation → which of its arguments are the filters."""
+
+
+def _transformed(node: fx.Node) -> int:
+    """The bytes of a convolution's transformed filters; 0 if Winograd's algorithm cannot do it."""
+    if node.target not in WEIGHTS:
+        return 0
+    at = WEIGHTS[node.target]
+    args: Any = node.args
+    outer, inner, *sides = args[at].meta["val"].shape
+    stride = [*args[at + 2]]
+    return 36 * outer * inner * 4 if sides == [3, 3] and stride == [1, 1] else 0
+
+
+def _sent(run: Simulation, device: int) -> int:
+    """The bytes that a device sends in all forwards, or in all backwards, whatever is more."""
+    assert run.sizes is not None
+    sent = [0, 0]
+    for x in run.program.lists[device]:
+        if isinstance(x, ins.Send):
+            sent[x.buffer.kind == "grad"] += run.sizes.crossing(x.buffer)
+    return max(sent)

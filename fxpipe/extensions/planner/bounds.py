@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from fxpipe.extensions.simulator.costs import Times
 from fxpipe.extensions.simulator.sizes import Sizes, Workspace
@@ -28,7 +29,7 @@ def least_seconds(times: Times, schedule: Schedule, recompute: Modes = ()) -> fl
         schedule: without recomputation.
         recompute: which stages recompute; empty if none does.
     """
-    halves, flush, devices = "I" in schedule.kinds, not schedule.overlaps, schedule.devices
+    kinds, flush, devices = schedule.kinds, not schedule.overlaps, schedule.devices
     work, weights = [0.0] * devices, [0.0] * devices
     # device → the time of a micro-batch up to the first of its stages, and of the way back; stage →
     # the same up to its end
@@ -38,10 +39,14 @@ def least_seconds(times: Times, schedule: Schedule, recompute: Modes = ()) -> fl
         before = [ends[source] for source in schedule.beside[0][s]]
         down = max((there for there, _ in before), default=0.0)
         up = max((back for _, back in before), default=0.0)
-        forward, backward = times["F", s], times["I" if halves else "B", s]
+        # whole backwards, backwards in halves, or some of both
+        forward, backward = times["F", s], min(times[x, s] for x in "BI" if x in kinds)
+        whole = times["B", s] if "B" in kinds else inf
+        if "I" in kinds:
+            whole = min(whole, times["I", s] + times["W", s])
         again = times["R", s] if recompute and recompute[s] == "always" else 0.0
         work[home] += schedule.microbatches * (forward + backward + again)
-        weights[home] += schedule.microbatches * times["W", s] if halves else 0.0
+        weights[home] += schedule.microbatches * (whole - backward)
         there, back = ways.get(home, (down, up))
         ways[home] = min(there, down), min(back, up)
         ends[s] = down + forward, up + backward

@@ -111,7 +111,10 @@ def add_reduce(schedule: Schedule) -> Schedule:
     if "A" in schedule.kinds:
         return schedule
     rows = tuple(tuple(_reducing(row)) for row in schedule.rows)
-    if schedule.depth and "C" not in schedule.kinds and not schedule.kinds - BUILT_IN:
+    # on one device no task shows that batches overlap; on several, a delay whose tasks do not reach
+    # back is of a batch too short to overlap
+    overlap = schedule.depth or (schedule.devices == 1 and any(schedule.delays))
+    if overlap and "C" not in schedule.kinds and not schedule.kinds - BUILT_IN:
         rows = tuple(_late(schedule, row) for row in rows)
     return replace(schedule, rows=rows)
 

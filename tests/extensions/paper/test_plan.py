@@ -238,6 +238,34 @@ def test_without_a_flush_2bw_is_planned() -> None:
     assert {way.candidate.recipe.name for way in found} == {"2bw"}
 
 
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9, 1e10, 1e12])
+def test_without_a_flush_the_choice_is_that_of_pipedream_2bws_formulas(bandwidth: float) -> None:
+    """Appendix A of its paper: the time of a batch is that of the slowest stage's computations and
+    transfers, or of its sums over replicas, which hide beside them."""
+    width, layers, devices, batch, rate = 64, 8, 8, 64, 1e9
+    device = Device(rate, inf, memory=1e9, link=Link(0, bandwidth))
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        x = torch.zeros(1, width)
+    example = (x,), {"target": x}
+    found = fxpipe.plan(
+        model, Cluster(device, devices), batch=batch, example=example, loss=mse_loss, flush=False
+    )
+
+    def seconds(replicas: int, stages: int) -> float:
+        samples, weights = batch / replicas, 4 * width * width * layers / stages
+        computing = samples * 6 * width * width * layers / stages / rate
+        sums = 2 * weights * (replicas - 1) / replicas / bandwidth
+        return max(computing, sums)
+
+    expected = {(w, devices // w): seconds(w, devices // w) for w in (1, 2, 4, 8)}
+    for way in found:
+        formula = expected[way.layout.replicas, way.layout.stages]
+        assert way.seconds == pytest.approx(formula, rel=0.2)
+    fastest = min(expected.values())
+    assert expected[found[0].layout.replicas, found[0].layout.stages] <= 1.1 * fastest
+
+
 def test_what_lacks_memory_recomputes_and_what_fits_nowhere_says_what_is_needed() -> None:
     roomy = planned(Cluster(SMALL, 4), pp=4)
     assert {way.recompute for way in roomy} == {"never"}

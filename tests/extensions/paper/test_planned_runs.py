@@ -151,3 +151,18 @@ def test_ways_that_recompute_or_offload_train_as_the_loop() -> None:
     ways = assert_trains_as_the_loop(less, {**less, "recompute": False, "offload": True})
     assert any(isinstance(way.recompute, dict) for way in ways)
     assert any(way.offload != "never" for way in ways)
+
+
+EVERY: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "divided": {"tp": 2, "keep": 4},  # these take long to divide
+    "delayed": {"flush": False},
+    "away": {"share": 0.6, "offload": True},
+}
+"""What a plan is asked for, whose layouts it is free to choose."""
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_way_that_is_proposed_trains_as_the_loop(name: str) -> None:
+    ways = assert_trains_as_the_loop(EVERY[name])
+    assert len({str(way) for way in ways}) == len(ways) >= 3

@@ -24,7 +24,7 @@ from fxpipe.extensions.simulator.costs import (
     Key,
     times_of,
 )
-from fxpipe.ir.recipe import find_recipe
+from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
 from fxpipe.passes.schedule import add_recompute
 from tests.helpers.profiles import some
 
@@ -137,16 +137,19 @@ def test_devices_that_lack_memory_each_for_itself_are_not_tried_together() -> No
     assert len(tried) <= 18
 
 
-def test_no_step_takes_less_than_the_closed_form() -> None:
-    for recipe in library_over(4):
+@pytest.mark.parametrize("place", [one_each, vee, round_robin(2)])
+def test_no_step_takes_less_than_the_closed_form(place: Placement) -> None:
+    """Also where halves together take longer than a whole backward, and a schedule has both."""
+    for recipe in library_over(4, place):
+        stages = recipe.stages(4)
         unequal: dict[Key, float] = {("F", 2): 3.0, "B": 1.0, "I": 0.7, "W": 0.6, "U": 0.0}
         equal: dict[Key, float] = {"F": 1.0, "B": 2.0, "U": 0.0}
         for costs in (equal, unequal):
             made = simulate_schedule(recipe(4, 8), costs)
             time = made.steady.period if made.window.depth else made.makespan
-            times = times_of(4, "FBIWRU", costs)
+            times = times_of(stages, "FBIWRU", costs)
             assert least_seconds(times, recipe(4, 8)) <= time * (1 + 1e-9)
-            again: Modes = ("never", "always", "always", "never")
+            again: Modes = (NEVER, *(ALWAYS,) * (stages - 2), NEVER)
             slower = simulate_schedule(add_recompute(recipe(4, 8), again), costs).makespan
             least = least_seconds(times, recipe(4, 8), again)
             assert least_seconds(times, recipe(4, 8)) < least <= slower * (1 + 1e-9)

@@ -70,6 +70,11 @@ def test_a_batch_that_is_too_short_to_overlap_sums_before_its_flush() -> None:
     assert [str(task) for task in schedule.verify().rows[0]] == ["F0@0", "B0@0", "A@0", "U@0"]
 
 
+def test_the_sums_of_one_device_with_a_delay_hide_behind_a_batch() -> None:
+    row = add_reduce(RECIPES["2bw"](1, 2)).verify().rows[0]
+    assert " ".join(map(str, row)) == "U''@0 F0@0 B0@0 F1@0 B1@0 A@0"
+
+
 def between(schedule: Schedule) -> int:
     """The fewest forwards and backwards that a device runs between a sum and its update."""
     found = []
