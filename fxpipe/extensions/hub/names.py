@@ -101,7 +101,7 @@ def sources(
         yield Source(names, target, by_pattern.get(patterns[0]), patterns)
 
 
-def stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_stored(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model under the names, and in the parts, in which a folder has them.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.errors import CheckpointError, InputError, told
 from fxpipe.extensions.hub.files import INDEX, SINGLE, STEMS, entries, few, loaded
-from fxpipe.extensions.hub.names import Shape, sources, stored
+from fxpipe.extensions.hub.names import Shape, as_stored, sources
 from fxpipe.locks import locked
 from fxpipe.pipeline import Pipeline
 from fxpipe.torchtools.part import state_in_part
@@ -149,7 +149,7 @@ def save_hub(
     group, path = pipe._group, Path(folder)
     with group.calling("save_hub"):
         pipe._engine.flush()
-        parts = _parted(stored(pipe._model, _own_tensors(pipe)), most)
+        parts = _parted(as_stored(pipe._model, _own_tensors(pipe)), most)
         counts = [int(count) for count in group.exchange("files", len(parts))]
         total, first = sum(counts), sum(counts[: group.rank])
         stem = STEMS[hasattr(pipe._model, "save_config")]  # as diffusers has it
