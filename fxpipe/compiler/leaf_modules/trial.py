@@ -45,7 +45,11 @@ class Trial:
         held = self._attributes()
         buffers = dict(module.named_buffers(remove_duplicate=False))
         kept = {at: (buffer._version, buffer.clone()) for at, buffer in buffers.items()}
-        with DrawsWatched() as watch, assigned_in_place(module):
+        with (
+            DrawsWatched() as watch,
+            assigned_in_place(module),
+            torch.compiler.set_stance("default"),  # as in steps
+        ):
             self.held, output = self._called(args, kwargs)
         if _versions((args, kwargs)) != before:
             raise UnfitLeaf(
