@@ -232,12 +232,14 @@ class Halves:
             node = plain[number]
             if node.name in buffers:
                 node = self._own(node)
-            if node.name in names.values():
+            given = node.op == "placeholder" and not leaf.requires_grad
+            if node.name in names.values() and not given:
                 node = self._new_output(aten.alias.default, node)  # each has a gradient of its own
             names[number] = node.name
             number += 1
             outputs.append(Value(node.name))
-            values.append(node)
+            if node not in values:
+                values.append(node)
         rest = [plain[index] for index in range(number, len(plain) - len(writes))]
         loss: str | None = None
         logged: dict[str, str] = {}

@@ -291,3 +291,21 @@ def test_operations_under_autocast_and_no_grad_are_those_of_their_modules() -> N
     with fxpipe.compile(model, ["cpu"] * 2, microbatches=2, loss=mse, partition=["last"]) as pipe:
         pipe.step(x, target=y)
         assert "last" in pipe.plan.stages[1].modules
+
+
+def test_an_input_that_is_returned_twice_comes_back_as_it_was_given() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Any:
+            y = self.layer(x) * scale
+            return {"loss": y.sum(), "scale": scale, "again": (scale, x, x), "rows": (y, y)}
+
+    x, scale = torch.randn(7, 4), torch.tensor(1 / 3)
+    with fxpipe.compile(Twice(), 2, microbatches=3) as pipe:
+        _, output = pipe.step(x, scale, return_output=True)
+    assert all(torch.equal(each, scale) for each in (output["scale"], output["again"][0]))
+    assert all(torch.equal(each, x) for each in output["again"][1:])
+    assert torch.equal(*output["rows"])
