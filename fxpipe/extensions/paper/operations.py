@@ -107,10 +107,10 @@ def uncounted(function: Any) -> bool:
         return not module.startswith(("_operator", "builtins", "fxpipe"))
     if packet in flop_registry:
         return False
-    space = function.namespace
-    return space not in ("aten", "prims", "prim", "fxpipe") or packet.__name__.startswith(
-        _UNCOUNTED
-    )
+    if function.namespace not in ("aten", "prims", "prim", "fxpipe"):
+        return True
+    checks = not function._schema.returns  # one that returns nothing only raises errors
+    return packet.__name__.startswith(_UNCOUNTED) and not checks
 
 
 def warn_of(operators: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from math import inf
 from typing import Any, get_args
@@ -32,6 +32,7 @@ from fxpipe.extensions.planner.candidates import (
 )
 from fxpipe.formatting import bytes_text
 from fxpipe.ir.recipe import Placement, Recipe, find_recipe, one_each, round_robin, vee
+from fxpipe.ir.schedule import Schedule
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 
 _FASTER = 0.98
@@ -211,13 +212,15 @@ class _Search:
         found: list[Way] = []
         fast: list[float] = []
         known: dict[Any, Any] = {}  # programs that were lowered, with a simulation of each
+        made: dict[Any, Schedule] = {}
         tasks = []
         nearest: dict[tuple[int, int, Sharded], tuple[float, Predictor]] = {}
         for layout, sharding in product(places, self._shared):
             if layout.replicas == 1 and sharding != self._shared[0]:
                 continue
             holding = replace(self._holding, sharding=sharding)
-            predictor = Predictor(self._profile, layout, self._batch, self._hidden, holding, known)
+            given = self._profile, layout, self._batch, self._hidden, holding
+            predictor = Predictor(*given, known, made)
             # of both orders of the same sizes, that whose exchanges take less
             key = layout.group, layout.stages, sharding
             cost = predictor.exchanging(self._counts(predictor)[0])
@@ -299,7 +302,7 @@ class _Search:
             recompute,
             limits,
             predictor,
-            predictor.predict,
+            partial(predictor.predict, worth=worth),
             offload=offload,
             worth=min(worth, _LONGEST),  # not infinite: so what cannot fit is not predicted
             whole=True,

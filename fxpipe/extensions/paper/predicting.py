@@ -17,7 +17,7 @@ from fxpipe.extensions.paper.found import Sharded, sharding_by
 from fxpipe.extensions.paper.layouts import Layout
 from fxpipe.extensions.paper.profile import ModelParts, Profile
 from fxpipe.extensions.planner.bounds import LeastMemory, least_seconds
-from fxpipe.extensions.planner.candidates import Candidate, Predicted
+from fxpipe.extensions.planner.candidates import EXACT, Candidate, Predicted
 from fxpipe.extensions.simulator.chain import chain_program, plan_for
 from fxpipe.extensions.simulator.costs import Cost, Link, Time, seconds_of
 from fxpipe.extensions.simulator.simulate import simulate
@@ -82,6 +82,7 @@ class Predictor:
         hidden: the share of the sums of tensor parallelism that hides.
         holding: what training holds.
         known: schedules that were simulated before, for any layout.
+        made: those that were made before.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class Predictor:
         hidden: float,
         holding: TrainingState,
         known: dict[Any, Simulation],
+        made: dict[tuple[Recipe, int, int], Schedule],
     ) -> None:
-        self._known = known
+        self._known, self._made = known, made
         self._profile, self.layout, self._hidden, self._holding = profile, layout, hidden, holding
         self.batch = batch // layout.replicas
         self._stages: dict[tuple[int, int], CountedStages] = {}
-        self._made: dict[tuple[Recipe, int], Schedule] = {}
         self._bounds: dict[Any, LeastMemory] = {}
         self._least: dict[Any, float] = {}
         self._waits: dict[Candidate, Callable[[], dict[str, float]]] = {}
@@ -256,28 +257,33 @@ class Predictor:
         return self._schedule(candidate, min(candidate.microbatches, 2 * self.layout.stages))
 
     def _schedule(self, candidate: Candidate, count: int) -> Schedule:
-        way = candidate.recipe, count
+        way = candidate.recipe, self.layout.stages, count
         if way not in self._made:
             self._made[way] = candidate.recipe(self.layout.stages, count)
         return self._made[way]
 
-    def predict(self, candidate: Candidate) -> Predicted | None:
-        """Predict a step of a candidate; None if there is no such schedule."""
+    def predict(self, candidate: Candidate, worth: float) -> Predicted | None:
+        """Predict a step of a candidate; None if there is no such schedule, or if it takes longer
+        than ``worth`` seconds, whose memory takes as long to tell as the time."""
         count, devices = candidate.microbatches, self.layout.stages
         try:
             many = ceil(_ROUND / devices) * devices
             if count <= 4 * many:
-                return self._predicted(candidate, [self._run(candidate, count)], [count])
+                return self._predicted(candidate, [self._run(candidate, count)], [count], worth)
             first = 2 * many + count % many
             counts = [first, first + many]
             runs = [self._run(candidate, each) for each in counts]
         except FxpipeError:
             return None
-        return self._predicted(candidate, runs, counts)
+        return self._predicted(candidate, runs, counts, worth)
 
     def _predicted(
-        self, candidate: Candidate, runs: Sequence[Simulation], counts: Sequence[int]
-    ) -> Predicted:
+        self,
+        candidate: Candidate,
+        runs: Sequence[Simulation],
+        counts: Sequence[int],
+        worth: float,
+    ) -> Predicted | None:
         wanted = candidate.microbatches
         more = (wanted - counts[-1]) / (counts[-1] - counts[0]) if len(runs) > 1 else 0.0
 
@@ -286,6 +292,8 @@ class Predictor:
 
         seconds = whole([run.step_time if run.steps == 1 else run.steady.period for run in runs])
         seconds = max(seconds, self.seconds(candidate))
+        if seconds > EXACT * worth:
+            return None
         first, last = runs[0], runs[-1]
         peaks = tuple(float(memory.peak) for memory in first.memory)
         if first.device_kept != last.device_kept:  # what it keeps grows with the micro-batches

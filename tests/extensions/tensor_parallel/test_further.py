@@ -194,7 +194,7 @@ def refused(_: DeviceMesh) -> str:
     parallelize_module(model, mesh["tp"], plan)
     with (
         fxpipe.compile(model, mesh, loss=loss) as pipe,
-        pytest.raises(fxpipe.InputError, match=r"returns a DTensor that is .*output_layouts="),
+        pytest.raises(fxpipe.FxpipeError, match=r"returns a DTensor that is .*output_layouts="),
     ):
         pipe.step(x, target=y)
     torch.manual_seed(mesh.get_local_rank("tp"))
