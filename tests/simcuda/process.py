@@ -110,7 +110,8 @@ def _serve() -> None:
 
     # all that the first call of a pipe would import in each process
     for module in pkgutil.walk_packages(fxpipe.__path__, "fxpipe."):
-        if not module.name.endswith("__main__"):
+        # caches import transformers, which imports what pytest rewrites if it runs in a process
+        if not module.name.endswith(("__main__", "generation.caches")):
             with suppress(ImportError):  # it needs an extension that was deleted
                 import_module(module.name)
     for name in ("torch._dynamo", "torch._functorch.aot_autograd", "torch.export._trace"):
