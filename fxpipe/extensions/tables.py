@@ -53,7 +53,7 @@ def table_text(table: Table) -> str:
         prose = any(column.ratio for column in columns)
         width = screen_width() if prose else _width(table, columns)
         # else rich would also show an empty output in a notebook
-        console = Console(width=width, color_system=None, force_jupyter=False)
+        console = Console(width=width, color_system=None, force_jupyter=False, emoji=False)
         with console.capture() as capture:
             console.print(block)
         texts += [line.rstrip() for line in capture.get().rstrip().splitlines()]

@@ -223,7 +223,7 @@ def counted(
     with pipe_of(made(8), devices, optimizer, microbatches=4, **options) as pipe:
         with peaks(devices) as compiling:
             pipe.prepare(x, target=y)
-        for _ in range(3):
+        for _ in range(6):
             pipe.step(x, target=y)
         with peaks(devices) as steps:
             for _ in range(3):

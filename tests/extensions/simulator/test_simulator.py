@@ -308,9 +308,9 @@ def every_opcode() -> list[Program]:
 def test_it_takes_every_instruction() -> None:
     found = [simulate(program, FREE) for program in every_opcode()]
     met = {type(span.instruction) for one in found for span in one.instructions()}
-    assert set(ins.every_opcode().values()) - met == {
-        ins.OPCODES["run"]
-    }  # its own test is with users' tasks
+    others = ("fxpipe.extensions.sharding.", "fxpipe.extensions.tensor_parallel.")
+    every = {each for each in ins.every_opcode().values() if not each.__module__.startswith(others)}
+    assert every - met == {ins.OPCODES["run"]}  # its own test is with users' tasks
     for one in found:
         assert str(one)
 
