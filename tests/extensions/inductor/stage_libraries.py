@@ -158,7 +158,7 @@ def gradients(pipe: fxpipe.Pipeline, x: Tensor, y: Tensor, halves: bool) -> dict
         parts = zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
         for microbatch, (x_part, y_part) in enumerate(parts):
             drawn = torch.tensor(mix(seed, microbatch))
-            values = {"x": x_part, "given_1": y_part, SEED: drawn}
+            values = {"x": x_part, "target": y_part, SEED: drawn}
             saved = {}
             for stage in (one, two):
                 edges = pipe.plan.edges_into(stage.index)
