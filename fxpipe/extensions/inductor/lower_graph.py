@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -164,6 +165,8 @@ def graph_text(module: fx.GraphModule, threads: int) -> str:
         look = target = ""
         if node.op != "placeholder":
             target = node.target
+            if isinstance(target, FunctionType):  # whose own text has its address
+                target = f"{target.__module__}.{target.__qualname__}"
         elif isinstance(value := node.meta.get("val"), Tensor) and value.layout is torch.strided:
             look = f"{TensorLayout.of(value)[:3]} {value.device.type}"
             device = value.device if value.device.type != "cpu" else device

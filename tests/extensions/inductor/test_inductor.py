@@ -22,6 +22,7 @@ from fxpipe.errors import InputError
 from fxpipe.extend import Extension
 from fxpipe.extensions.inductor import compile_stages, libraries
 from fxpipe.extensions.inductor.library import Library
+from fxpipe.extensions.inductor.lower_graph import graph_text
 from tests.extensions.inductor import stage_libraries
 from tests.extensions.inductor.stage_libraries import Net, batch, gradients, graphs, made, stepped
 from tests.helpers.profiles import deep
@@ -250,3 +251,14 @@ class Holding(Extension):
 def test_what_excludes_it_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="Holding captures"):
         fxpipe.compile(Net(), ["cpu"], extensions=["inductor", Holding()])
+
+
+@pytest.mark.smoke
+def test_the_text_of_a_graph_is_that_of_another_process() -> None:
+    x, y = batch()
+    with made(None) as pipe:
+        pipe.prepare(x, target=y)
+        forwards = [stage.forward for stage in pipe.plan.stages if stage.forward is not None]
+        texts = [graph_text(forward, 1) for forward in forwards]
+    assert any("native_dropout" in text for text in texts)
+    assert not any(" at 0x" in text for text in texts)
