@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.copies.rules import copies_faults, run_together
     from fxpipe.extensions.deferred_batchnorm.moments import commit, merged_moments
     from fxpipe.extensions.differentiable.call import differentiable_call
-    from fxpipe.extensions.generation.generate import generation
+    from fxpipe.extensions.generation.generate import over_stages
     from fxpipe.extensions.inductor.libraries import kept
     from fxpipe.extensions.memory_limits.budget import MemoryBudget
     from fxpipe.extensions.memory_limits.footprint import estimate_footprint
@@ -63,7 +63,6 @@ class Parts:
         f"{_HERE}.memory_limits.footprint:estimate_footprint", lambda: estimate_footprint
     )
     gather_weights = Part(f"{_HERE}.replicas.lowering:gather_weights", lambda: gather_weights)
-    generation = Part(f"{_HERE}.generation.generate:generation", lambda: generation)
     kept = Part(f"{_HERE}.inductor.libraries:kept", lambda: kept)
     memory_budget = Part(f"{_HERE}.memory_limits.budget:MemoryBudget", lambda: MemoryBudget)
     merged_moments = Part(
@@ -72,6 +71,7 @@ class Parts:
     mesh = Part(f"{_HERE}.ranks.mesh:ranks_of", lambda: ranks_of)
     metrics = Part(f"{_HERE}.metrics.meter:metrics", lambda: metrics)
     offload = Part(f"{_HERE}.offload.lowering:LowerOffload", lambda: LowerOffload)
+    over_stages = Part(f"{_HERE}.generation.generate:over_stages", lambda: over_stages)
     overlap = Part(f"{_HERE}.overlapping.step:step", lambda: step)
     owners = Part(f"{_HERE}.replicas.exchanges:owners", lambda: owners)
     part_gradients = Part(f"{_HERE}.replicas.buckets:into_buckets", lambda: into_buckets)

@@ -39,10 +39,10 @@ class Pipeline(nn.Module):
     A pipe shares its dictionaries of parameters, buffers and submodules with the model, so each can
     load the other's state dict. It also has the model's other attributes, such as ``config``,
     unless the pipe has an attribute of that name; setting one sets it in the model. Over ranks, a
-    method of the model that computes with what this rank lacks raises InputError, but ``generate``
-    of transformers runs over the stages, also over several GPUs. ``step`` trains
-    on one batch; calling the pipe runs the model's forward. A pipe cannot be moved or copied,
-    because compiled graphs refer to its tensors.
+    method of the model that computes with what this rank lacks raises InputError, unless an
+    extension runs it over the stages, as it also may over several GPUs. ``step`` trains on one
+    batch; calling the pipe runs the model's forward. A pipe cannot be moved or copied, because
+    compiled graphs refer to its tensors.
 
     Several threads may use a pipe, one at a time, and several pipes may run at once. Autograd adds
     to ``.grad`` after the pipe's part of a backward pass: keep other threads from ``step`` until
@@ -426,9 +426,9 @@ class Pipeline(nn.Module):
                 if options is None or name.startswith("__") or not hasattr(options.model, name):
                     raise
             apart = self._group.size > 1 or len({*options.places}) > 1
-            if name == "generate" and apart and (make := Parts.generation.get()):
-                if (generate := make(self)) is not None:
-                    return generate
+            over_stages = Parts.over_stages.get() if apart else None
+            if over_stages is not None and (own := over_stages(self, name)) is not None:
+                return own
             found = getattr(options.model, name)
             return found if self._group.size == 1 else refusing(options.model, found)
 

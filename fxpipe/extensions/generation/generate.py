@@ -37,10 +37,11 @@ _known: WeakKeyDictionary[Pipeline, dict[tuple[int, int], Any]] = WeakKeyDiction
 """Pipe → rows and length → caches."""
 
 
-def generation(pipe: Pipeline) -> Callable[..., Any] | None:
-    """``generate`` for a pipe whose model has that of transformers; else None."""
-    own = getattr(getattr(type(pipe._model), "generate", None), "__module__", "")
-    return functools.partial(generate, pipe) if own == "transformers.generation.utils" else None
+def over_stages(pipe: Pipeline, name: str) -> Callable[..., Any] | None:
+    """``generate`` over the stages, if the model's method of this name is that of transformers."""
+    own = getattr(getattr(type(pipe._model), name, None), "__module__", "")
+    theirs = name == "generate" and own == "transformers.generation.utils"
+    return functools.partial(generate, pipe) if theirs else None
 
 
 @locked
