@@ -298,12 +298,6 @@ def check_model(model: Any, place: torch.device) -> None:
                 f"{name!r} was made under torch.inference_mode(), so that nothing may write it or "
                 "train with it; outside of that mode, give copy.deepcopy(model)"
             )
-    if compiled := [name for name, x in model.named_modules() if _compiles(x)]:
-        LOGGER.warning(
-            "torch.compile of %s is left out, as stages are graphs of their own; how these are "
-            "compiled stands in docs/memory.md",
-            repr(compiled[0]) if compiled[0] else "the model",
-        )
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(
@@ -320,6 +314,14 @@ def check_model(model: Any, place: torch.device) -> None:
             )
 
 
-def _compiles(module: nn.Module) -> bool:
-    """Whether calls of a module go through ``torch.compile``."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+def tell_compiled(model: nn.Module) -> None:
+    """Warn if calls of the model or of a submodule go through ``torch.compile``, of which graphs
+    have nothing."""
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            LOGGER.warning(
+                "torch.compile of %s is left out of the graphs of stages; how these are compiled "
+                "stands in docs/memory.md",
+                repr(name) if name else "the model",
+            )
+            return

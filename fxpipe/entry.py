@@ -13,6 +13,7 @@ from torch import nn
 
 from fxpipe import arguments
 from fxpipe.arguments import ScheduleLike
+from fxpipe.compiler import passes
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.objective import Loss, Reduction
 from fxpipe.compiler.options import Options
@@ -213,6 +214,8 @@ def compile(
         arguments.check_overlap(options.recipe, optimizer)
         for extension in given:
             extension.check(options)
+        if group.rank == 0 and not passes.of(options, "compile"):
+            arguments.tell_compiled(model)
         inputs = None if example is None else arguments.read_example(example)
         choice = ThreadChoice(1 if group.size > 1 else len(places), options.dispatch)
         compiler = make(options, choice)
