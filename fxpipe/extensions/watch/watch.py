@@ -14,6 +14,7 @@ import torch
 
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.metrics.meter import Meter, figures_of
+from fxpipe.extensions.shares import tell_shares
 from fxpipe.extensions.watch.flops import flops_of
 from fxpipe.formatting import bytes_text
 from fxpipe.log import LOGGER
@@ -45,7 +46,7 @@ class Watched(Generic[_T]):
     ``busy/0``, the share of a step for which device 0 computes; ``allocated/0``, the most bytes
     that a CUDA device had allocated; ``tflops``, the 10¹² operations of the model a second, where a
     step counts three times its forward; and ``mfu``, their share of what the devices could do, if
-    ``peak`` is given. After twenty steps the logger "fxpipe" tells what holds the run up, once.
+    ``peak`` is given. After ten steps the logger "fxpipe" tells what holds the run up, once.
 
     A step costs two readings of a clock. Instructions are timed in one step of ten, or in all once
     you read ``pipe.metrics``; ``bubble``, ``stage_seconds`` and ``busy`` are of the last such step.
@@ -117,8 +118,10 @@ class Watched(Generic[_T]):
                         self._waited.append(came - begin)
                         self._spent.append(end - came)
                         self._steps += 1
-                        if end >= self._due or self._steps == 2 * LAST:
+                        if end >= self._due:
                             self._tell(end)
+                        if self._steps == LAST:
+                            self._advise()
                 begin = clock()
             if self._writer is not None:
                 self._write(self._writer, self.figures)
@@ -138,7 +141,7 @@ class Watched(Generic[_T]):
         return self._figures(figures_of(self._pipe, self._pipe._engine.meter or self._meter))
 
     def _tell(self, now: float) -> None:
-        """Show the figures, and say when to do so next; give advice once."""
+        """Show the figures, and say when to do so next."""
         if self._line is not None or self._writer is not None:
             figures = self.figures
             if self._line is not None:
@@ -146,8 +149,6 @@ class Watched(Generic[_T]):
             if self._writer is not None:
                 self._write(self._writer, figures)
         self._due = (done := self._clock()) + max(_SHOWN, _LONGER * (done - now))
-        if self._steps == 2 * LAST:
-            self._advise()
 
     def _write(self, writer: Any, figures: dict[str, float]) -> None:
         for name, value in figures.items():
@@ -182,6 +183,9 @@ class Watched(Generic[_T]):
         wait, step = median(self._waited), median(self._spent)
         if self._pipe._group.rank:
             return
+        _ = self.figures  # which notes the times of the step whose instructions were timed
+        meter = self._pipe._engine.meter or self._meter
+        tell_shares(self._pipe, self._pipe._calls.compiled(), meter.read)
         if wait > _MUCH * (wait + step):
             LOGGER.warning(
                 "the loader takes %.0f %% of the time, for which all devices wait; let other "

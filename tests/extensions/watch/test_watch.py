@@ -145,16 +145,38 @@ def test_tensorboard_gets_the_figures_now_and_then_and_at_the_end(
     assert written[-1] == ("flushed", 0)
 
 
-@pytest.mark.parametrize(("load", "told"), [(2.0, True), (0.01, False)])
-def test_a_slow_loader_is_told_once_with_what_to_write(
-    load: float, told: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("load", "steps", "told"),
+    [(2.0, 9, False), (2.0, 10, True), (2.0, 44, True), (0.01, 44, False)],
+)
+def test_a_slow_loader_is_told_once_after_ten_steps_with_what_to_write(
+    load: float, steps: int, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(load, step=3.0)
     with run.pipe() as pipe, caplog.at_level(logging.WARNING, "fxpipe"):
-        run.train(pipe, fxpipe.watch(pipe, run.batches(45), clock=run.clock, show=False))
+        batches = run.batches(1 + steps)  # the first one compiles
+        run.train(pipe, fxpipe.watch(pipe, batches, clock=run.clock, show=False))
     lines = [r.getMessage() for r in caplog.records if "loader" in r.getMessage()]
     assert len(lines) == told
     assert all("takes 40 % of the time" in line and "num_workers" in line for line in lines)
+
+
+@pytest.mark.parametrize(("steps", "told"), [(9, 0), (44, 1)])
+def test_after_ten_steps_stages_are_judged_once_by_the_times_of_a_step(
+    steps: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[Pipeline, dict[tuple[str, int], list[float]]]] = []
+    name = "fxpipe.extensions.watch.watch.tell_shares"
+    monkeypatch.setattr(name, lambda pipe, compiled, tasks: judged.append((pipe, {**tasks})))
+    run = Run(0.1, 3.0)
+    with run.pipe() as pipe:
+        run.train(pipe, fxpipe.watch(pipe, run.batches(1 + steps), clock=run.clock, show=False))
+    assert len(judged) == told
+    for of, tasks in judged:
+        assert of is pipe
+        assert {task: len(times) for task, times in tasks.items() if task[0] in "FB"} == {
+            (letter, stage): 3 for letter in "FB" for stage in range(2)
+        }
 
 
 def test_one_line_shows_the_run_and_is_gone_at_its_end() -> None:
