@@ -109,7 +109,7 @@ RUNTIME = {
         BACKWARD,
         "[reduce(add, [values[buffer] for buffer in group]) for group in groups]",
         "[values[group[0]] for group in groups]",
-        "tests/partition/test_shared_values.py tests/models/test_own_models.py",
+        "tests/ir/test_opcodes.py",
     ),
     "a micro-batch does not see what the one before wrote to buffers": Fault(
         FORWARD,

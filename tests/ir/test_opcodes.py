@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.opcodes.backward import Backward, InputGrad, WeightGrad
+from fxpipe.ir.opcodes.backward import Backward, InputGrad, WeightGrad, output_gradients
 from fxpipe.ir.opcodes.base import Compute, Move, OncePerStep
 from fxpipe.ir.opcodes.forward import Forward, Recompute
 from fxpipe.ir.opcodes.moves import Free, Load, Output, Pop, Receive, Send, Stash
@@ -15,8 +18,11 @@ from fxpipe.ir.opcodes.own_task import Run
 from fxpipe.ir.opcodes.update import Barrier, Pause, Update
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import HOST, Buffer
+from fxpipe.passes.lowering.communicate import communicate
+from fxpipe.passes.lowering.free import free
+from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, zb_h1
-from tests.helpers.plans import chain_program
+from tests.helpers.plans import chain_program, skipping
 
 PROGRAM = chain_program(zb_h1(3, 3))
 WAYS = {Load: "a", Output: "b", Send: "c", Stash: "c", Receive: "d", Pop: "d"}
@@ -100,3 +106,15 @@ def test_gradients_come_before_the_barrier_and_updates_behind_it() -> None:
         assert all(n < barrier for n, x in enumerate(row) if x.before_barrier)
         assert all(n > barrier for n, x in enumerate(row) if x.after_barrier)
         assert any(x.after_barrier for x in row)
+
+
+def test_a_backward_adds_the_gradients_of_a_value_from_all_of_its_consumers() -> None:
+    program = free(communicate(Lower(skipping(3))(gpipe(3, 1))))
+    (backward,) = (x for device, x in all_of(program, Backward) if device == 0)
+    assert isinstance(backward, Backward)
+    parts = {1: 1.0, 2: 4.0}
+    values = {b: torch.tensor(parts[b.source]) for b in backward.uses(program) if b.kind == "grad"}
+    assert len(values) == 3  # of h from both stages behind, of y0 from the next
+    machine: Any = SimpleNamespace(program=program, store=SimpleNamespace(values=values))
+    h, y0 = output_gradients(machine, backward)
+    assert (h.item(), y0.item()) == (5.0, 1.0)
