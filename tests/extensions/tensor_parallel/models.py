@@ -121,24 +121,30 @@ Results = Mapping[str, Any]
 
 
 def looped(
-    model: nn.Module, steps: int = 2, microbatches: int = 4, clip: float | None = None
+    model: nn.Module,
+    steps: int = 2,
+    microbatches: int = 4,
+    clip: float | None = None,
+    same: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Losses and weights of plain loops in one process, without any mesh."""
-    x, y = data()
+    """Losses, weights and buffers of plain loops in one process, without any mesh, on ``data()`` or
+    to give back the ``same``."""
+    (x, y), by = (data(), loss) if same is None else ((same, same), F.mse_loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found: dict[str, Tensor] = {}
     for step in range(steps):
         optimizer.zero_grad()
-        total = torch.zeros(())
+        total = x.new_zeros((), dtype=torch.double)
         for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
-            each = loss(model(a), b) / microbatches
+            each = by(model(a), b) / microbatches
             each.backward()
             total += each.detach()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         found[f"loss {step}"] = total
-    return found | {n: p.detach().clone() for n, p in model.named_parameters()}
+    held = (*model.named_parameters(), *model.named_buffers())
+    return found | {name: tensor.detach().clone() for name, tensor in held}
 
 
 def near(found: Results, expected: Results, name: str) -> None:

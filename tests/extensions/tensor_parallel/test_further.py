@@ -105,17 +105,7 @@ def experts(_: DeviceMesh) -> dict[str, Any]:
 
 @pytest.mark.deep
 def test_experts_over_a_dimension_of_their_own_train_like_one_process() -> None:
-    model = mixture()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected: dict[str, Any] = {}
-    for step in range(2):
-        optimizer.zero_grad()
-        parts = [F.mse_loss(model(part), part) / 4 for part in X.chunk(4)]
-        for part in parts:
-            part.backward()
-        optimizer.step()
-        expected[f"loss {step}"] = torch.stack(parts).sum().detach()
-    expected |= {name: p.detach() for name, p in model.named_parameters()}
+    expected = looped(mixture(), same=X)
     for found in on_ranks(4, experts):
         near(found, expected, "experts")
 
@@ -142,17 +132,7 @@ def with_batchnorm(_: DeviceMesh) -> dict[str, Any]:
 
 @pytest.mark.deep
 def test_batchnorms_beside_parts_are_those_of_one_process() -> None:
-    model, x = normed(), X[0].double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    expected: dict[str, Any] = {}
-    for step in range(2):
-        optimizer.zero_grad()
-        losses = [F.mse_loss(model(part), part) / 2 for part in x.chunk(2)]
-        for each in losses:
-            each.backward()
-        optimizer.step()
-        expected[f"loss {step}"] = torch.stack(losses).sum().detach()
-    expected |= model.state_dict()
+    expected = looped(normed(), microbatches=2, same=X[0].double())
     assert expected["7.num_batches_tracked"] == 4
     for found in on_ranks(4, with_batchnorm):
         near(found, expected, "BatchNorm")
@@ -252,16 +232,10 @@ def beside_a_leaf(_: DeviceMesh) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_module_that_is_called_as_it_is_has_whole_parameters_or_is_refused() -> None:
-    model, x, expected = branching(), X[0], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _step in range(2):
-        optimizer.zero_grad()
-        total = torch.stack([F.mse_loss(model(part), part) / 2 for part in x.chunk(2)]).sum()
-        total.backward()
-        optimizer.step()
-        expected.append(total.item())
+    expected = looped(branching(), microbatches=2, same=X[0])
+    losses = [expected[f"loss {step}"].item() for step in range(2)]
     for found in on_ranks(4, beside_a_leaf):
-        assert found == pytest.approx(expected, rel=1e-6)
+        assert found == pytest.approx(losses, rel=1e-6)
 
 
 def without_one(traced: Traced, at: int) -> Traced:
