@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import InputError
+from fxpipe.progress import showing
 
 DEFAULTS = {"devices": (2, 4, 8), "microbatches": (4, 8, 16)}
 
@@ -36,7 +37,8 @@ def write_page(given: Namespace) -> bool:
     from fxpipe.extensions.explore.data import every_run  # needs another extension
 
     numbers = [numbers_of(name, getattr(given, name)) for name in DEFAULTS]
-    text = json.dumps(every_run(*numbers), separators=(",", ":"), ensure_ascii=False)
+    with showing(lambda: "simulating every schedule"):
+        text = json.dumps(every_run(*numbers), separators=(",", ":"), ensure_ascii=False)
     packed = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
     page = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     Path(given.file).write_text(page.replace("DATA", packed, 1), encoding="utf-8")
