@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import multiprocessing
 import os
@@ -146,6 +147,9 @@ def _run(
             faulthandler.cancel_dump_traceback_later()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # as at the end of a script, which multiprocessing's processes leave out: who has failed
+            # stays until the others have heard of it
+            atexit._run_exitfuncs()
 
 
 __all__ = ["CONTEXT", "DeviceMesh", "Failed", "on_ranks", "result_of", "shared_folder", "start"]

@@ -262,3 +262,14 @@ def test_the_text_of_a_graph_is_that_of_another_process() -> None:
         texts = [graph_text(forward, 1) for forward in forwards]
     assert any("native_dropout" in text for text in texts)
     assert not any(" at 0x" in text for text in texts)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("extensions", [[], ["inductor"]])
+def test_torch_compile_of_a_layer_is_told_where_stages_are_not_compiled(
+    extensions: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    layer: Any = torch.compile(nn.Linear(4, 4), backend="eager")
+    fxpipe.compile(nn.Sequential(nn.Linear(4, 4), layer), 2, extensions=extensions).close()
+    told = ["torch.compile of '1'" in record.getMessage() for record in caplog.records]
+    assert told == [True] * (not extensions)
