@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.runtime.backend import is_worker
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
+from fxpipe.runtime.host import next_seed
 from fxpipe.runtime.loss import StepLoss
 from fxpipe.signals import HeldSignals
 from fxpipe.torchtools import allocator
@@ -180,7 +182,7 @@ class Calls:
         """Check the arguments of a step or call, and split them into micro-batches.
 
         A batch has at most as many micro-batches as samples, unless a step's schedule has a fixed
-        number of them. All replicas have as many as the replica with the smallest batch.
+        number of them. ``_ready`` lets all replicas have as many as the one with the fewest.
         """
         options, has_loss = self._options, self._options.loss is not None
         check_surroundings(step=step)
@@ -195,10 +197,8 @@ class Calls:
         batch = Batch.of(options.model, args, kwargs, targets, options.batch_dims, hint)
         batch.check_devices("cpu", options.torch_devices[0].type)
         batch = self._compiler.numbered(batch)
-        count, size = self._microbatches, batch.size
-        if self._group.replicas > 1:
-            size = min(self._group.exchange("the samples of a batch", size))
-        count = count if step and self._fixed else min(count, size)
+        count = self._microbatches
+        count = count if step and self._fixed else min(count, batch.size)
         return batch.in_parts(count, self._group.replica)
 
     def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
@@ -212,8 +212,14 @@ class Calls:
             self._microbatches = count
             micro = micro.batch.in_parts(count, micro.replica)
             known = self._compiler.known(micro, kind)
-        called = self._engine, self._compiler, micro, kind, known
-        compiles = self._group.same_call(*called, first=self.shown is None)
+        counts = set[int]()
+        while len(counts) != 1:  # replicas have as many micro-batches as the one with the fewest
+            if counts:
+                micro = micro.batch.in_parts(min(counts), micro.replica)
+                known = self._compiler.known(micro, kind)
+            called = self._engine, self._compiler, micro, kind, known, self._along(micro, known)
+            compiles = self._group.same_call(*called, first=self.shown is None)
+            counts = {*self._group.gather("micro-batches", partial(len, micro))}
         if known is not None and not compiles:
             return known, micro
         with self._compiling():
@@ -227,6 +233,15 @@ class Calls:
                     micro = batch.in_parts(len(micro), micro.replica)
         allocator.give_back()
         return compiled, micro
+
+    def _along(self, micro: MicroBatches, known: Compiled | None) -> dict[str, Any]:
+        """What other ranks will ask for in this call, if nobody has to compile it."""
+        along: dict[str, Any] = {"micro-batches": len(micro)}
+        if known is not None and self._group.size > 1:
+            along |= self._compiler.told(known, micro)
+            if known.traced.seeded:
+                along["seed"] = 0 if self._group.rank else next_seed(known.traced)
+        return along
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:

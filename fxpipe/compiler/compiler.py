@@ -288,6 +288,10 @@ class Compiler:
         weighed = self._weighing.weighed(compiled, micro)
         return weighed if weighed.watch is None else self._trying(weighed, weighed.watch)
 
+    def told(self, compiled: Compiled, micro: MicroBatches) -> Mapping[str, Any]:
+        """See ``Weighing.told``."""
+        return {} if compiled.traced.loss is None else self._weighing.told(compiled, micro)
+
     def _trying(self, weighed: Weighed, watch: Watch) -> Weighed:
         """The same, with a watch that may run the loss."""
         leaves, look = self.plans.front_end.leaves, watch.look

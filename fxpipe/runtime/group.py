@@ -93,9 +93,14 @@ class Group:
         """``exchange`` for values of any class, by name."""
         return [values]
 
+    def gather(self, about: str, make: Callable[[], Any]) -> list[Any]:
+        """Rank → what ``make`` returns there: what came along with the call, see ``same_call``, or
+        what is exchanged now."""
+        return self.exchange(about, make())
+
     def share(self, about: str, make: Callable[[], Any]) -> Any:
         """Call ``make`` on rank 0, and return its result on all ranks."""
-        return self.exchange(about, make() if self.rank == 0 else None)[0]
+        return self.gather(about, lambda: make() if self.rank == 0 else None)[0]
 
     def settle(self, value: Any) -> list[Any]:
         """``exchange`` at the end of a call: when it returns, all ranks have done their work.
@@ -149,11 +154,13 @@ class Group:
         micro: MicroBatches,
         kind: Kind,
         known: Compiled | None,
+        along: Mapping[str, Any],
         *,
         first: bool,
     ) -> bool:
         """Raise RankError unless all ranks make the same call, with the same batch in a replica;
-        returns whether a rank has to compile it. ``first`` says that none was compiled before."""
+        returns whether a rank has to compile it. ``first`` says that none was compiled before.
+        What comes ``along`` on all ranks is there for ``gather`` until the call ends."""
         return known is None
 
     def divided(self, model: nn.Module) -> Sequence[Extension]:

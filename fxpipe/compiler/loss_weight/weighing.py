@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from fxpipe.runtime.host import BatchHost, Watch
 from fxpipe.torchtools.source import users_level
 
 _CPU = torch.device("cpu")
+
+_WEIGHTS = "the weights"  # what replicas tell each other
 
 _MOST = 1 << 24
 """The most bytes of outputs that are kept for a comparison of losses."""
@@ -110,22 +112,21 @@ class Weighing:
 
     def joined(self, compiled: Compiled, micro: MicroBatches) -> MicroBatches:
         """The micro-batches, where they are not just weighted by their samples."""
-        objective, terms, replicas = self.options.objective, compiled.terms, self.replicas(compiled)
-        counted = self._counts_others(compiled, len(micro))
-        if not counted and replicas == 1:
-            return with_weights(micro, objective.weights(objective.counts(micro)))
-        values: list[Divided] = []
-        if counted:
-            buffers = known_buffers(compiled.traced, self.options.model)
-            found = divided(terms, micro, buffers, alone=replicas == 1)
-            if replicas == 1 and (there := on_device(terms, found)) is not None:
+        objective, group = self.options.objective, self.options.group
+        if self.replicas(compiled) > 1:
+            by_rank = group.gather(_WEIGHTS, lambda: self._own(compiled, micro))
+            parts = [by_rank[rank] for rank in group.twins]
+        elif self._counts_others(compiled, len(micro)):
+            found = self._divided(compiled, micro)
+            if (there := on_device(compiled.terms, found)) is not None:
                 return replace(micro, weights=there)
-            values = as_numbers(found)
-        parts = self.exchanged(compiled, (objective.counts(micro), values))
+            parts = [(objective.counts(micro), as_numbers(found))]
+        else:
+            return with_weights(micro, objective.weights(objective.counts(micro)))
         weights = objective.weights([count for counts, _ in parts for count in counts])
         every, wrong = [values for _, values in parts], None
         if every[0] and len({*map(len, every)}) == 1:
-            weights, wrong = weighed(next(iter(terms), ()), joined_terms(every), weights)
+            weights, wrong = weighed(next(iter(compiled.terms), ()), joined_terms(every), weights)
         if wrong is not None:
             self._suspect(compiled, micro, wrong)
         return with_weights(micro, weights)
@@ -134,13 +135,20 @@ class Weighing:
         """How many replicas share the batch of a call."""
         return self.options.group.replicas if compiled.purpose == "step" else 1
 
-    def exchanged(self, compiled: Compiled, own: Any) -> Sequence[Any]:
-        """Replica → what it has given; only ``own`` if there is no other."""
-        group = self.options.group
-        if self.replicas(compiled) == 1:
-            return [own]
-        by_rank = group.exchange("the weights", own)
-        return [by_rank[rank] for rank in group.twins]
+    def told(self, compiled: Compiled, micro: MicroBatches) -> Mapping[str, Any]:
+        """What other replicas need to weigh the losses of a call, by what ``weighed`` asks for."""
+        return {_WEIGHTS: self._own(compiled, micro)} if self.replicas(compiled) > 1 else {}
+
+    def _own(self, compiled: Compiled, micro: MicroBatches) -> tuple[Sequence[float], Any]:
+        """The samples of each micro-batch, and what its loss is divided by if that may matter."""
+        counted = self._counts_others(compiled, len(micro))
+        values = as_numbers(self._divided(compiled, micro)) if counted else []
+        return self.options.objective.counts(micro), values
+
+    def _divided(self, compiled: Compiled, micro: MicroBatches) -> list[Found]:
+        """What the terms of each micro-batch's loss are divided by."""
+        buffers = known_buffers(compiled.traced, self.options.model)
+        return divided(compiled.terms, micro, buffers, alone=self.replicas(compiled) == 1)
 
     def _suspect(self, compiled: Compiled, micro: MicroBatches, wrong: Divisor) -> None:
         """Take note that the graph of a loss tells of a divisor that samples are no measure of:

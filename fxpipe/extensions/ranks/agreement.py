@@ -177,7 +177,7 @@ class Ranks(RankGroup):
         """The first rank of a replica makes and verifies the whole. The others make what they run,
         and compare their own lists with that."""
         about, own, frame = "the compiled program", known, ""
-        digests: dict[int, str] = {}
+        digests: dict[int, bytes] = {}
         if own is None:  # else another replica may have to make it
             made = lower(only=devices_near(schedule, plan, self.device) if self.device else ())
             own = OwnProgram.of(made, self.device)
@@ -199,6 +199,7 @@ class Ranks(RankGroup):
         micro: MicroBatches,
         kind: Kind,
         known: Compiled | None,
+        along: Mapping[str, Any],
         *,
         first: bool,
     ) -> bool:
@@ -209,14 +210,14 @@ class Ranks(RankGroup):
         if self._state is None or self._state[0] != compiler.state:
             self._state = compiler.state, state_text(compiler.options.model, compiler.state)
         common = [
-            f"{kind.purpose} in {len(micro)} micro-batches",
+            kind.purpose,
             f"batch number {engine.batches}",
             f"updates: {kind.updates}",
             f"outputs: {kind.outputs}",
             *self._state[1],
         ]
         own = [
-            f"a batch of {batch.size} samples",
+            f"a batch of {batch.size} samples in {len(micro)} micro-batches",
             *(f"{name}: {_leaf_text(numbers.get(name, leaf))}" for name, leaf in leaves),
         ]
         if first:  # later, replicas may have batches of other shapes
@@ -232,12 +233,13 @@ class Ranks(RankGroup):
         ]
         own += [f"{name}: {_leaf_text(x)}, {digest(x)}" for name, x in tensors if compiles]
         flushes = known is not None and not engine.joins(known)
-        ranks = self.agree(
-            "the call", "\n".join(common), own="\n".join(own), value=(compiles, flushes)
-        )
-        if self.replicas > 1 and any(flushes for _, flushes in ranks):
+        value = compiles, flushes, {**along}
+        ranks = self.agree("the call", "\n".join(common), own="\n".join(own), value=value)
+        everywhere = set(along).intersection(*(came for _, _, came in ranks))
+        self._along = {about: [came[about] for _, _, came in ranks] for about in everywhere}
+        if self.replicas > 1 and any(flushes for _, flushes, _ in ranks):
             engine.flush()
-        return any(compiles for compiles, _ in ranks)  # another replica may have to
+        return any(compiles for compiles, _, _ in ranks)  # another replica may have to
 
     def same_weights(self, state: Mapping[str, Tensor]) -> None:
         lines = {name: f"{name}: {digest(state[name])}" for name in sorted(state)}

@@ -16,6 +16,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fxpipe.compiler.options import Options
@@ -235,8 +236,7 @@ class RankChannels(Channels):
         elsewhere = [rank for rank in group.own_column if rank not in group.pipeline]
         for values, ranks in ((unsent, own), (losses, elsewhere)):
             if values and ranks:
-                sent = [(buffer, enclosed(value)) for buffer, value in values]
-                group.tell("outputs", (self._run,), sent, ranks)
+                group.tell("outputs", (self._run,), _together(values), ranks)
 
     def fed(self, batch: int) -> None:
         with self._group.changed:
@@ -274,8 +274,7 @@ class RankChannels(Channels):
         elif kind == "value":
             super().put(self._group.device, key[1], opened(value))
         else:
-            for buffer, sent in value:
-                opens = opened(sent)
+            for buffer, opens in _apart(value):
                 if buffer.batch in self._jobs:
                     self._jobs[buffer.batch].host.take(buffer, opens, replica)
                 else:
@@ -287,6 +286,33 @@ class RankChannels(Channels):
             self.failure = error
             self._failed(error)  # before the devices report that they have been stopped
             self.stop()
+
+
+def _together(values: Sequence[tuple[Buffer, Any]]) -> list[tuple[Buffer, list[int], Any]]:
+    """What is told of published values: each with its buffer. Scalars of several micro-batches,
+    such as their losses, are one tensor with the buffer of the first."""
+    scalars: dict[Buffer, list[tuple[int, Tensor]]] = {}
+    told: list[tuple[Buffer, list[int], Any]] = []
+    for buffer, value in values:
+        if isinstance(value, Tensor) and not value.dim():
+            alike = scalars.setdefault(buffer._replace(microbatch=0), [])
+            alike.append((buffer.microbatch, value))
+        else:
+            told.append((buffer, [], enclosed(value)))
+    for buffer, alike in scalars.items():
+        told.append((buffer, [at for at, _ in alike], torch.stack([value for _, value in alike])))
+    return told
+
+
+def _apart(told: Sequence[tuple[Buffer, list[int], Any]]) -> Iterator[tuple[Buffer, Any]]:
+    """What ``_together`` was given."""
+    for buffer, microbatches, sent in told:
+        value = opened(sent)
+        if microbatches:
+            for at, scalar in zip(microbatches, value, strict=True):
+                yield buffer._replace(microbatch=at), scalar
+        else:
+            yield buffer, value
 
 
 class RankBackend(Backend):

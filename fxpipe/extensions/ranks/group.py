@@ -73,6 +73,9 @@ class RankGroup(Group):
     """
 
     own_backend = ""
+    _along: Mapping[str, list[Any]] = MappingProxyType(
+        {}
+    )  # what came along with this call, by rank
 
     def __init__(
         self,
@@ -209,6 +212,10 @@ class RankGroup(Group):
         number, self._exchanges = self._exchanges, self._exchanges + 1
         own = Said(about, self._what, self.kept, self.epoch, value)
         return self._exchange(number, own, held)
+
+    def gather(self, about: str, make: Callable[[], Any]) -> list[Any]:
+        came = self._along.get(about)
+        return self.exchange(about, make()) if came is None else came
 
     def collect(self, about: str, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         sent = {name: enclosed(value) for name, value in values.items()}
@@ -467,6 +474,7 @@ class RankGroup(Group):
 
     def _forget(self) -> None:
         """Drop what belongs to this call, which is over here."""
+        self._along = {}
         with self.changed:
             self._answers = {key: each for key, each in self._answers.items() if key[0] > self.call}
             self._large = {key: each for key, each in self._large.items() if key[0][0] > self.call}
@@ -501,9 +509,9 @@ class RankGroup(Group):
             self._stop(stops)
 
 
-def text_digest(text: str) -> str:
-    """What stands for a text where texts are compared."""
-    return hashlib.sha256(text.encode()).hexdigest()
+def text_digest(text: str) -> bytes:
+    """What stands for a text where texts are compared; for no text nothing."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest() if text else b""
 
 
 def failure_of(error: BaseException) -> dict[str, Any]:

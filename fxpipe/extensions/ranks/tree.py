@@ -37,7 +37,8 @@ FAN = 4
 """The most children of a rank: 1,024 ranks are then at most 5 messages away from the root."""
 
 FRAME = 512
-"""Bytes of a message; the rest of a longer one follows. What a warm step exchanges fits."""
+"""The most bytes of a message and its head; a longer message follows its head. What a warm step
+exchanges fits."""
 
 BEAT = 1.0
 """Seconds between two signs of life to each neighbour."""
@@ -108,14 +109,14 @@ class Neighbour:
 
     def send(self, message: bytearray | bytes = b"") -> None:
         """Send a message, by default a sign of life; never waits for the neighbour."""
-        frame, size = bytearray(FRAME), len(message)
-        parts = [(_FRAME, frame)]
-        if size <= FRAME - _HEAD.size:
-            frame[_HEAD.size : _HEAD.size + size] = message
-        else:
-            parts.append((_REST, bytearray(message) if isinstance(message, bytes) else message))
+        size = len(message)
         with self._sending, suppress(RuntimeError):  # whoever receives from it says why
-            _HEAD.pack_into(frame, 0, size, self._received)
+            head = _HEAD.pack(size, self._received)
+            if size <= FRAME - _HEAD.size:
+                parts = [(_FRAME, bytearray(head + message))]
+            else:
+                rest = bytearray(message) if isinstance(message, bytes) else message
+                parts = [(_FRAME, bytearray(head)), (_REST, rest)]
             for tag, part in parts:
                 memory = torch.frombuffer(part, dtype=torch.uint8)
                 self._kept.append((self._sent + 1, memory, self._begin("send", memory, tag)))

@@ -173,8 +173,8 @@ def assert_equal(found: Results, expected: Results, name: str) -> None:
 
 # what replicas do with batches that differ
 
-SIZES = ((8, 8), (8, 5), (3, 8))
-"""Step → replica → how many samples its batch has."""
+SIZES = ((8, 8), (8, 5), (3, 8), (8, 8))
+"""Step → replica → how many samples its batch has; the last ones as the first."""
 
 
 def classes(step: int, replica: int, samples: int) -> tuple[Tensor, Tensor]:

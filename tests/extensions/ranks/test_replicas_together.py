@@ -12,13 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.ir import instruction as ins
-from fxpipe.runtime import interpreter
 from tests.extensions.ranks.test_replicas import OPTIMIZERS, Model, batch, looped, pipe_of
 from tests.helpers.one_optimizer import made_by
 from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks, shared_folder
-from tests.helpers.tiny import soon
 
 Devices = DeviceMesh | int
 
@@ -292,26 +289,6 @@ def failing(mesh: DeviceMesh) -> dict[str, Any]:
     return told
 
 
-def failing_early(mesh: DeviceMesh) -> str:
-    """What a rank is told of a failure in an update of the second replica, before the first device
-    of the first one has come to its barrier."""
-    replica, device = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
-
-    def late(machine: Any, instruction: Any) -> None:
-        group: Any = pipe._group
-        assert soon(lambda: group.failure is not None)
-        instruction.run(machine)
-
-    if (replica, device) == (0, 0):
-        interpreter.HANDLERS[ins.Barrier] = late
-    optimizer = breaking(lambda: (replica, device) == (1, 1))
-    with pipe_of(mesh, schedule="1f1b", optimizer=optimizer) as pipe:
-        x, y = batch(0, replica)
-        with pytest.raises(fxpipe.ExecutionError) as raised:
-            pipe.step(x, target=y)
-        return f"{raised.value} {raised.value.__notes__}"
-
-
 def exiting(mesh: DeviceMesh) -> tuple[str, str]:
     """What a rank is told where the optimizer of another exits in the first step, and of a retry
     from a checkpoint that was saved before."""
@@ -355,12 +332,6 @@ def test_replicas_begin_with_the_same_weights() -> None:
     for told in on_ranks(4, beginning_apart, replicas=2):
         assert "device 0 of replica 1" in told
         assert "first.bias: " in told
-
-
-@pytest.mark.deep
-def test_a_failure_in_an_update_ends_the_pipe_where_replicas_have_not_come_to_theirs() -> None:
-    for told in on_ranks(4, failing_early, replicas=2):
-        assert "stage 1 only in part" in told
 
 
 @pytest.mark.deep
