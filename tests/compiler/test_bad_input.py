@@ -128,6 +128,7 @@ def test_micro_batches_below_one_or_no_number_are_refused(count: Any) -> None:
         ({"partition": 3}, 'partition is 3; give "auto", a list of submodule names'),
         ({"partition": [3]}, 'partition is [3]; give "auto", a list of submodule names'),
         ({"loss": "mse"}, "loss is 'mse'; give a function loss(output, *targets)"),
+        ({"loss": nn.MSELoss}, "loss is the class MSELoss; give an object, MSELoss()"),
         ({"loss": nn.Linear(3, 1)}, "the loss has parameters of its own"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; give a function from parameters"),
         (
