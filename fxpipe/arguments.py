@@ -136,6 +136,8 @@ def read_objective(loss: Any, reduction: Any) -> Objective:
     parameters, or the reduction is unknown."""
     if loss is not None and not callable(loss):
         raise InputError(f"loss is {loss!r}; give a function loss(output, *targets)")
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise InputError(f"loss is the class {loss.__name__}; give an object, {loss.__name__}()")
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise InputError(
             "the loss has parameters of its own, which no stage would train; move them into the "

@@ -40,9 +40,14 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     except Exception as error:
         if source.lacks_memory(error):
             raise
+        cure = "give it inputs that it takes, or correct that line"
+        if "more than 1 value per channel when training" in str(error):
+            cure = (
+                "BatchNorm cannot train on a micro-batch of one sample: give larger batches or "
+                "fewer micro-batches, and drop_last=True to the DataLoader if the last is smaller"
+            )
         raise InputError(
-            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; give it inputs "
-            "that it takes, or correct that line"
+            f"{type(model).__name__} fails on the first micro-batch{_told(error)}; {cure}"
         ) from error
 
 

@@ -232,6 +232,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     PyTorch's tracers leave. A graph of autograd that has the tensor keeps the old data.
     """
     new = other.detach().requires_grad_(tensor.requires_grad)
+    torch.clear_autocast_cache()  # which has weak references to weights, and casts of them
     torch._C._swap_tensor_impl(tensor, new)
 
 

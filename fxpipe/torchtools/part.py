@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -37,8 +39,12 @@ def state_in_part() -> Iterator[None]:
 def refuse_state(model: nn.Module, tensors: Collection[Tensor]) -> None:
     """Let ``state_dict`` of a model, of its submodules and of whatever holds it raise InputError
     where it would return one of these tensors without data; written to a file they would be lost.
+    So does what computes one number of the gradients of all parameters, see ``Elsewhere``.
     """
     missing = {id(tensor) for tensor in tensors}
+    for tensor in tensors:
+        if type(tensor) is nn.Parameter and tensor.is_meta:
+            tensor.__class__ = Elsewhere
     for module in model.modules():
         own = (*module._parameters.values(), *module._buffers.values())
         known = _refuse in module._state_dict_pre_hooks.values()
@@ -58,6 +64,39 @@ def _refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
                 "or pipe.save(folder), a checkpoint, or state = pipe.state_dict(full=True), and "
                 "one of them torch.save(state, file); pipe.state_dict() has this process's part"
             )
+
+
+_GRADIENT: Any = Tensor.grad
+_WHOLE = {"clip_grad_norm_": "clip_norm=", "GradScaler": "scaler="}
+"""Functions of torch that compute one number of all gradients → the option that takes its place."""
+
+
+class Elsewhere(nn.Parameter):
+    """A parameter whose data and gradient other processes have.
+
+    Its gradient is None, which torch's functions leave out. So that processes do not clip by
+    different norms, and do not skip different updates, those that need all gradients raise
+    InputError.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        asks = re.split(r"\W", sys._getframe(1).f_code.co_qualname)[0]
+        if asks in _WHOLE and self.is_meta:
+            raise InputError(
+                f"{asks} would see the gradients of this process alone, which has only a part of "
+                f"the model; give compile(..., optimizer=..., {_WHOLE[asks]}...) in its place"
+            )
+        found: Tensor | None = _GRADIENT.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRADIENT.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRADIENT.__delete__(self)
 
 
 def refusing(model: nn.Module, attribute: Any) -> Any:

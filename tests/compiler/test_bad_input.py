@@ -128,6 +128,7 @@ def test_micro_batches_below_one_or_no_number_are_refused(count: Any) -> None:
         ({"partition": 3}, 'partition is 3; give "auto", a list of submodule names'),
         ({"partition": [3]}, 'partition is [3]; give "auto", a list of submodule names'),
         ({"loss": "mse"}, "loss is 'mse'; give a function loss(output, *targets)"),
+        ({"loss": nn.MSELoss}, "loss is the class MSELoss; give an object, MSELoss()"),
         ({"loss": nn.Linear(3, 1)}, "the loss has parameters of its own"),
         ({"optimizer": "adam"}, "optimizer is 'adam'; give a function from parameters"),
         (
@@ -288,6 +289,14 @@ def test_fewer_samples_than_micro_batches_are_single_ones() -> None:
         loss = pipe.step(x[:2], target=x[:2])
         assert pipe.schedule.microbatches == 2
         torch.testing.assert_close(loss, functional.mse_loss(model(x[:2]), x[:2]))
+
+
+def test_a_micro_batch_of_one_sample_that_batch_norm_refuses_is_told_as_such() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with fxpipe.compile(model, 1, loss=functional.mse_loss, microbatches=3) as pipe:
+        pipe.step(torch.randn(6, 4), target=torch.randn(6, 4))
+        with pytest.raises(InputError, match=r"cannot train on a micro-batch of one .*drop_last"):
+            pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))  # split into 2, 1 and 1
 
 
 def test_fewer_samples_than_a_fixed_schedule_has_micro_batches_are_refused() -> None:

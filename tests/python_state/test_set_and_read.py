@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
 
 import fxpipe
 from tests.oracles import loop
@@ -152,3 +153,41 @@ def test_what_calls_of_another_mode_set_is_refused_where_it_is_read() -> None:
         with pytest.raises(fxpipe.TraceError, match=r"SetsInTraining\.kept .* before it is set"):
             pipe.eval()(x)
         pipe.train().step(x, target=x)
+
+
+def weight_normed(layer: nn.Module) -> None:
+    nn.utils.weight_norm(layer)
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("change", [weight_normed, nn.utils.spectral_norm, pruned])
+def test_weights_that_hooks_compute_in_each_call_cause_no_warning(
+    change: Callable[[nn.Module], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        change(model[2])
+        return model
+
+    model, alone = made(), made()
+    with fxpipe.compile(model, 2, microbatches=2, loss=mse_loss) as pipe:
+        for each in (model, alone):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+            torch.manual_seed(1)
+            for _ in range(3):
+                x, y = torch.randn(2, 8, 4)
+                optimizer.zero_grad()
+                if each is model:
+                    pipe.step(x, target=y)
+                else:
+                    loop.train(alone, 2, x, loss=mse_loss, target=y)
+                optimizer.step()
+        pipe.eval()(x)
+    assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    torch.testing.assert_close(model.state_dict(), alone.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(model(x), alone.eval()(x), rtol=0, atol=0)

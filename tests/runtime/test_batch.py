@@ -103,6 +103,20 @@ def test_sizes_that_disagree_are_told_by_name() -> None:
         batch_of(torch.randn(4), {"a": torch.randn(5, 4)}, targets=(torch.randn(1),))
 
 
+def test_a_list_with_an_entry_for_each_sample_is_refused_in_few_words() -> None:
+    boxes = [
+        {"boxes": torch.randn(1 + i % 3, 4), "labels": torch.ones(1 + i % 3)} for i in range(9)
+    ]
+    with pytest.raises(InputError) as raised:
+        batch_of(torch.randn(9), targets=(boxes,))
+    assert "x has 9, target[0]['boxes'] has 1" in str(raised.value)
+    assert "target[2]['boxes'] has 3, …; give" in str(raised.value)
+    assert "target[8]" not in str(raised.value)
+    assert str(raised.value).endswith("pad the entries, stack them, and give their lengths, too")
+    with pytest.raises(InputError, match=r"'table': None}\n"):  # several targets are no such list
+        batch_of(torch.randn(4), targets=(torch.randn(4), torch.randn(5)))
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

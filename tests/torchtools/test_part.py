@@ -73,3 +73,42 @@ def test_a_method_that_computes_with_what_is_lacking_is_refused_and_others_run()
     with pytest.raises(InputError, match=r"norm\(\) of the model computes with 'there\.weight'"):
         refusing(model, model.norm)()
     assert refusing(model, 5) == 5
+
+
+def with_gradients(model: Model) -> Model:
+    for parameter in model.here.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+def test_what_needs_all_gradients_is_refused() -> None:
+    """Such as a norm to clip by, which would be another one in each process."""
+    model = with_gradients(parted())
+    with pytest.raises(InputError, match=r"clip_grad_norm_ would see .*optimizer=..., clip_norm="):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(InputError, match=r"GradScaler would see .*optimizer=..., scaler="):
+        scaler.step(torch.optim.SGD(model.parameters()))
+    assert model.here.bias.grad is not None
+    assert model.here.bias.grad.tolist() == [1, 1]
+
+
+def test_what_needs_each_gradient_by_itself_works() -> None:
+    model, plain = with_gradients(parted()), with_gradients(Model())
+    for each in (model, plain):
+        optimizer = torch.optim.AdamW(each.parameters())
+        nn.utils.clip_grad_value_(each.parameters(), 0.1)
+        optimizer.step()
+        assert len(optimizer.state) == 2
+        optimizer.zero_grad()
+        each.there.weight.grad = torch.ones(2, 2, device="meta")
+        del each.there.weight.grad
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_with_data_again_a_parameter_has_a_gradient_as_any() -> None:
+    model = parted()
+    model.there.to_empty(device="cpu")
+    model.there(torch.ones(1, 2)).sum().backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 0.1).item() == pytest.approx(6**0.5)

@@ -64,8 +64,9 @@ def refuse_changes(
 
 class _Watch:
     """Looks at Python state: Python's and NumPy's random generators, the attributes of modules,
-    except for leaf modules and PyTorch's own modules, and the buffers that modules do not have
-    yet, which are not put back after a trial run."""
+    except for leaf modules, and the buffers that modules do not have yet, which are not put back
+    after a trial run. Of PyTorch's own modules these are the attributes that are tensors, which
+    hooks set in every call, such as those of weight norms and of pruning."""
 
     def __init__(self, model: nn.Module, leaves: Collection[str]) -> None:
         self._model, self._modules = model, dict(model.named_modules())
@@ -73,7 +74,6 @@ class _Watch:
             path: module
             for path, module in self._modules.items()
             if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in leaves)
-            and not type(module).__module__.startswith("torch.nn.")
         }
         self._filled = {
             (path, name)
@@ -88,7 +88,7 @@ class _Watch:
             (path, name): (value, _content(value))
             for path, module in self._watched.items()
             for name, value in vars(module).items()
-            if name not in OF_EACH
+            if name not in OF_EACH and (isinstance(value, Tensor) or not _is_torchs(module))
         }
         for path, module in self._modules.items():
             for name, buffer in module._buffers.items():
@@ -130,8 +130,12 @@ class _Watch:
         return self._modules[key[0]].__dict__ if key[0] != GENERATOR else {}
 
     def tell(self, keys: Sequence[Key]) -> None:
-        """Warn that steps do not set these attributes."""
-        names = sorted({f"{type(self._modules[path]).__name__}.{name}" for path, name in keys})
+        """Warn that steps do not set these attributes, unless nobody expects it: what computes
+        with PyTorch's own modules elsewhere sets those anew."""
+        owners = [(self._modules[path], name) for path, name in keys]
+        names = sorted({f"{type(x).__name__}.{name}" for x, name in owners if not _is_torchs(x)})
+        if not names:
+            return
         LOGGER.warning(
             "%s sets %s in every call, which graphs do not do: what reads it outside of forward "
             "and loss sees the value of a trial run. Return it from forward to read it there",
@@ -177,6 +181,10 @@ class _Watch:
     def _error(self, where: str, cure: str) -> TraceError:
         kind = type(self._model).__name__
         return TraceError(f"{kind} cannot be traced at {where}; {cure}", where)
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.")
 
 
 def _stand_in(value: Any, note: Callable[[], None]) -> Any:

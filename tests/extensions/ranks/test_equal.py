@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import fxpipe
 from tests.helpers.profiles import DEEP
 from tests.helpers.ranks import DeviceMesh, on_ranks
+from tests.oracles import loop
 
 Devices = DeviceMesh | int
 
@@ -307,3 +309,34 @@ def equal(ranks: list[Results], alone: Results) -> None:
             assert same, f"{key}: {value} is not {expected}"
         seen |= here.keys()
     assert seen == alone.keys()
+
+
+def cast(mesh: DeviceMesh) -> dict[str, float]:
+    """The losses of two steps, a call and its backward under autocast, each beside the loop's."""
+    around = partial(torch.autocast, "cpu", torch.bfloat16)
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    differences: dict[str, float] = {}
+    for what in ("step", "call"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        alone = copy.deepcopy(model)
+        with fxpipe.compile(model, mesh, microbatches=2, loss=F.mse_loss, partition=["2"]) as pipe:
+            for turn in range(2):
+                with around():
+                    made = pipe.step(x, target=y) if what == "step" else F.mse_loss(pipe(x), y)
+                if what == "call":
+                    made.backward()
+                expected = loop.train(alone, 2, x, loss=F.mse_loss, target=y, around=around)
+                differences[f"{what} {turn}"] = float(made.detach() - expected.loss)
+            wanted = loop.gradients(alone)
+            for name, own in loop.gradients(model).items():
+                if own is not None and (other := wanted[name]) is not None:
+                    differences[f"{what} {name}"] = float((own - other).abs().max())
+    return differences
+
+
+def test_under_autocast_ranks_train_as_a_loop_does() -> None:
+    for differences, layer in zip(on_ranks(2, cast), (0, 2), strict=True):
+        for what, bound in (("step", 0), ("call", 1e-3)):  # a call's loss is of all outputs at once
+            for kind in (0, 1, f"{layer}.weight", f"{layer}.bias"):
+                assert abs(differences[f"{what} {kind}"]) <= bound

@@ -1,4 +1,5 @@
-"""Settings that a user changes on one rank of a pipeline alone are refused."""
+"""What is other on one rank of a pipeline alone, such as a setting or the order of samples, is
+refused."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
 
 import fxpipe
+from fxpipe.extensions.ranks.agreement import sampled
 from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
@@ -112,3 +115,40 @@ def test_a_setting_that_one_rank_sets_back_is_no_error_any_more() -> None:
     for what in ("given", "of a function"):
         assert "the call differs between ranks" in str(first[what].pop(1))
         assert first[what] == first["nothing"]
+
+
+def drifted(mesh: DeviceMesh) -> list[float | str]:
+    """The losses of two epochs, or what a rank is told; rank 1 alone draws a number in between."""
+    model = built()
+    told: list[float | str] = []
+    data = DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 2)), 16, shuffle=True)
+    with compiled(model, mesh, "1f1b", sgd) as pipe:
+        for _ in range(2):
+            for x, y in data:
+                try:
+                    told.append(float(pipe.step(x, target=y)))
+                except fxpipe.RankError as error:
+                    told.append(str(error))
+            if mesh.get_local_rank() == 1:
+                torch.rand(1)
+    return told
+
+
+def test_loaders_that_shuffle_in_other_orders_after_a_while_are_an_error_on_all_ranks() -> None:
+    """Else the first stage would see other samples than the loss has targets of."""
+    first, second = on_ranks(2, drifted)
+    assert first == second
+    assert [type(told) for told in first] == [float] * 4 + [str] * 4
+    assert "the call differs between ranks: " in str(first[4])
+    assert "'input: (16, 4) torch.float32, " in str(first[4])
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 40, 40), (6, 1000), (500,), (1,), ()])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_samples_of_tensors_differ_where_all_values_do(
+    shape: tuple[int, ...], kind: torch.dtype
+) -> None:
+    values = torch.arange(torch.Size(shape).numel()).remainder(2).reshape(shape).to(kind)
+    assert sampled(values) == sampled(values.clone()) != ""
+    assert sampled(values) != sampled((1 - values.int()).to(kind))
+    assert sampled(values.to("meta")) == sampled(values[:0] if shape else values.to("meta")) == ""

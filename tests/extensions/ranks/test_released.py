@@ -275,6 +275,7 @@ def asked_of_a_part(mesh: DeviceMesh) -> dict[str, Any]:
             "norms": refused(pipe.norms),
             "encode": refused(partial(pipe.encode, x)),
             "body": refused(model.body.state_dict),
+            "clip": refused(partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)),
             "size": pipe.size(),
             "own": sorted(pipe.state_dict()),
         }
@@ -298,6 +299,7 @@ def test_a_model_in_parts_tells_what_to_call_in_place_of_what_needs_the_whole() 
         for name in ("generate", "norms"):
             assert f"{name}() of the model computes with '{lacks}'" in found[name]
             assert f"and one of them plain.{name}(...)" in found[name]
+        assert "clip_grad_norm_ would see the gradients of this process alone" in found["clip"]
         assert found["size"] == 4 * 4 + 4 + 4 * 2 + 2
         assert found["by hand"].shape == (8,)
     assert [first["own"], second["own"]] == [
