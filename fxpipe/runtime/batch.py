@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -362,7 +361,7 @@ def _batch_size(
     distinct = {size for index, size in sizes.items() if size != 1 or index in wanted}
     if len(distinct) > 1:
         names = named()
-        shown, lists = _disagreement([(names[index][1], size) for index, size in sizes.items()])
+        shown, lists = _disagreement({names[index][1]: size for index, size in sizes.items()})
         which = "dimension 0, or as batch_dims says" if wanted else "dimension 0"
         raise InputError(
             f"the inputs disagree about the batch size ({which}): {shown}; give tensors of one "
@@ -372,15 +371,13 @@ def _batch_size(
     return distinct.pop() if distinct else 1
 
 
-def _disagreement(sizes: Sequence[tuple[str, int]]) -> tuple[str, str]:
-    """Which inputs have which size, one of each if they are many; and what to do about lists."""
-    first = {size: name for name, size in reversed(sizes)}
-    few = [(name, size) for name, size in sizes if len(sizes) <= 8 or name == first[size]]
-    shown = ", ".join(f"{name} has {size}" for name, size in few) + ", …" * (few != [*sizes])
-    alike = [re.sub(r"\[\d+\]", "[]", name) for name, _ in sizes]
-    if len({*alike}) >= len(alike) - max(alike.count("target[]") - 1, 0):
-        return shown, ""
-    return shown, (
+def _disagreement(sizes: Mapping[str, int]) -> tuple[str, str]:
+    """Which inputs have which size; of many one each, and what to do about lists."""
+    if len(sizes) <= 8:
+        return ", ".join(f"{name} has {size}" for name, size in sizes.items()), ""
+    first = {size: name for name, size in reversed([*sizes.items()])}
+    few = [f"{name} has {size}" for name, size in sizes.items() if first[size] == name]
+    return f"{', '.join(few)}, …", (
         "; instead of a list with an entry for each sample, give tensors: pad the entries, stack "
         "them, and give their lengths, too"
     )
