@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -77,16 +77,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def step(model: nn.Module, devices: int = 2, **options: Any) -> Tensor:
-    """The loss of a step."""
+def step(model: nn.Module, devices: int = 2, sizes: Sequence[int] = (8,), **options: Any) -> Tensor:
+    """The loss of the last of some steps, of batches of these sizes."""
     given = {"microbatches": 2, "loss": F.mse_loss, "partition": ["last"], **options}
     torch.manual_seed(0)
     dtype = next(model.parameters()).dtype
     for parameter in model.parameters():
         nn.init.normal_(parameter)
-    x = torch.ones(8, 4, dtype=dtype)
     with remembered.remembering(), fxpipe.compile(model, devices, **given) as pipe:
-        loss: Tensor = pipe.step(x, target=x)
+        for size in sizes:
+            x = torch.ones(size, 4, dtype=dtype)
+            loss: Tensor = pipe.step(x, target=x)
         pipe._calls.measured()  # measures a cut by names
     return loss
 
@@ -115,6 +116,26 @@ def test_another_cut_or_way_back_is_divided_for_itself(made: list[str]) -> None:
         assert torch.equal(step(Model(), **options), first)
         after = made[len(before) :]
         assert "capture" not in after and after.count("divide") == times, options
+
+
+def test_a_graph_for_any_size_is_captured_once_and_fits_all_like_models(made: list[str]) -> None:
+    sizes = 8, 12, 16, 12
+    first = step(Model(), sizes=sizes)
+    before = list(made)
+    assert before.count("capture") == 2 and before.count("divide") > 1
+    assert torch.equal(step(Model(), sizes=sizes), first)
+    after = made[len(before) :]
+    assert "capture" not in after and "divide" not in after
+
+
+def test_a_model_that_differs_has_a_graph_for_any_size_of_its_own(made: list[str]) -> None:
+    sizes, others = (8, 12), (8, 20, 12)
+    step(Model(), sizes=sizes)
+    before = made.count("capture")
+    assert not torch.equal(step(Model(3.0), sizes=sizes), step(Model(), sizes=sizes))
+    assert made.count("capture") == before + 2
+    step(Model(), sizes=others)  # captured with symbols for another size
+    assert made.count("capture") == before + 3
 
 
 @pytest.mark.parametrize("what", OTHERS)

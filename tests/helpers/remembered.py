@@ -11,7 +11,7 @@ programs. Tests of the passes do not use it, nor those that are marked with ``tr
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -26,6 +26,8 @@ from fxpipe.compiler import front_end, passes, placement, plans, reads
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
 from fxpipe.passes.runner import Pass, run_all
+from fxpipe.passes.tracing.any_size import AnySize
+from fxpipe.passes.tracing.shapes import Dims
 
 LISTS = (passes.CAPTURE, passes.SINGLE, passes.MEASURE, passes.PLAN)
 
@@ -47,8 +49,21 @@ _passes: list[Sequence[Pass]] = []  # so that none is at the address of an earli
 _known: dict[int, Any] = {}  # what was made, and the graphs of it, by their identity
 
 
+_of = AnySize.of
+_at = AnySize.at
+
+
 class _Unknown(Exception):
     """A value of which it is not known all that a trace may depend on."""
+
+
+class _Asked(BaseException):
+    """Tells the key of the facts that a list would run on, in place of running it."""
+
+    key: Any = None
+
+
+_asking: list[_Asked] = []
 
 
 @contextmanager
@@ -57,6 +72,8 @@ def remembering() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (front_end, placement, plans):
             patch.setattr(module, "run_all", run_once)
+        patch.setattr(AnySize, "of", of_once)
+        patch.setattr(AnySize, "at", at_once)
         yield
 
 
@@ -74,6 +91,9 @@ def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
             hash(key)
         except (_Unknown, TypeError):
             key = None
+    if _asking:
+        _asking[-1].key = key
+        raise _asking[-1]
     if key is None:
         return run_all(given, facts)
     if key not in _made:
@@ -82,9 +102,54 @@ def run_once(given: Sequence[Pass], facts: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for each in given for name in each.makes if name in RESULTS]
         _made[key] = {name: made[name] for name in names if name in made}
         for value in _made[key].values():
-            graph = value.module if isinstance(value, Traced) else value
-            _known[id(graph)] = graph
+            _know(value.module if isinstance(value, Traced) else value)
     return {**facts, **_made[key]}
+
+
+def of_once(
+    free: Dims, leaves: Sequence[Any], capture: Callable[[Sequence[Any]], Traced]
+) -> tuple[AnySize, Traced | None]:
+    """As ``AnySize.of``, but what was captured for a like model and sizes is not captured anew."""
+    asked = _Asked()
+    _asking.append(asked)
+    try:
+        capture(leaves)
+    except _Asked:
+        pass
+    finally:
+        _asking.pop()
+    if asked.key is None:
+        return _of(free, leaves, capture)
+    key = "any size", tuple(free), asked.key
+    if key not in _made:
+        graph, made = _of(free, leaves, capture)
+        _know(graph)
+        if made is not None:
+            _know(made.module)
+        _made[key] = {"any size": (graph, made)}
+    found: tuple[AnySize, Traced | None] = _made[key]["any size"]
+    return found
+
+
+def at_once(graph: AnySize, leaves: Sequence[Any]) -> Traced | None:
+    """As ``AnySize.at``, but a graph is put for the same sizes once."""
+    try:
+        key = "at", _same(graph), _key(_shapes("args", list(leaves)))
+        hash(key)
+    except (_Unknown, TypeError):
+        return _at(graph, leaves)
+    if key not in _made:
+        made = _at(graph, leaves)
+        if made is not None:
+            _know(made.module)
+        _made[key] = {"traced": made}
+    found: Traced | None = _made[key]["traced"]
+    return found
+
+
+def _know(made: Any) -> None:
+    """Let a value be its own key from now on."""
+    _known[id(made)] = made
 
 
 def _around() -> tuple[Any, ...]:
@@ -188,4 +253,4 @@ def _module(model: nn.Module) -> Any:
     return tuple(found)
 
 
-__all__ = ["remembering", "run_once"]
+__all__ = ["at_once", "of_once", "remembering", "run_once"]

@@ -22,6 +22,7 @@ from fxpipe.compiler.loss_weight.comparing import Sample, difference_of
 from fxpipe.compiler.objective import Objective
 from fxpipe.runtime.batch import Batch
 from tests.helpers.losses import IGNORED, assert_whole, counted, masked_mean, net, rows
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 N, CLASSES = 10, 5
@@ -140,6 +141,11 @@ WRONG: dict[str, tuple[Callable[..., Tensor], Any, str]] = {
     "chunks": (chunked, Y, "coupled"),
     "pairs": (lambda o, t: pairs(o), Y, "coupled"),
 }
+OF_EACH_KIND = "sum", "mask with an empty part", "regulariser", "dice"
+"""Those of which quick tests also compile the model; the graphs of the last two differ: one has a
+divisor."""
+
+COUPLED = [n for n, (*_, kind) in WRONG.items() if kind == "coupled" and n != "contrastive"]
 TEXTS = {
     "sum": r'it is a sum over samples; give compile\(\.\.\., reduction="sum"\)',
     "divisor": r"it is divided by something else.*fxpipe\.LossWeight\(function\)\]\) a function of",
@@ -163,6 +169,23 @@ def test_nothing_is_said_of_a_loss_that_is_that_of_the_batch(name: str) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", WRONG)
+def test_the_kind_of_a_loss_is_found_by_its_gradients(name: str) -> None:
+    loss, target, kind = WRONG[name]
+    objective, output = Objective(loss), net()(X).detach()
+    targets = target if isinstance(target, tuple) else (target,)
+    batch = Batch.of(nn.Identity(), (output,), {}, targets)
+    micro = batch.in_parts(4)
+    outputs = [[part] for part in output.split(micro.sizes)]
+    spec, where = pytree.tree_structure(output), torch.device("cpu")
+    shares = [size / N for size in micro.sizes]
+    made = difference_of(
+        lambda: Sample(objective, micro, outputs, [(0,)], spec, where), objective, shares
+    )
+    assert made is not None and made.kind == kind
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", OF_EACH_KIND + deep(*(n for n in WRONG if n not in OF_EACH_KIND)))
 def test_a_loss_that_is_not_that_of_the_batch_is_named_once_by_its_kind(name: str) -> None:
     loss, target, kind = WRONG[name]
     with fxpipe.compile(net(), ["cpu"] * 2, microbatches=4, loss=loss) as pipe:
@@ -187,7 +210,9 @@ def test_a_sum_is_that_of_the_batch_with_the_reduction_that_is_named(name: str) 
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", [n for n, (*_, kind) in WRONG.items() if kind == "coupled"])
+@pytest.mark.parametrize(
+    "name", ["contrastive", *deep(*(n for n in COUPLED if n != "contrastive"))]
+)
 def test_outside_of_step_the_loss_of_the_batch_has_its_gradients(name: str) -> None:
     loss, target, _ = WRONG[name]
     targets = target if isinstance(target, tuple) else (target,)

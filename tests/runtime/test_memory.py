@@ -21,17 +21,31 @@ def images() -> Tensor:
     return torch.randn(7, 1, 8, 8)
 
 
+class Skipping(nn.Module):
+    """Adds to what the last layer makes of an image what the first one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 1, 3, padding=1)
+        self.middle = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).relu()
+        made: Tensor = self.last(self.middle(y).relu()) + y.mean(1, keepdim=True)
+        return made
+
+
 def compiled(schedule: str, optimizer: Callable[[Any], Optimizer] | None = None) -> fxpipe.Pipeline:
-    """A U-Net over three stages, whose skips pass over the middle one."""
+    """A model over three stages, with skips that pass over the middle one."""
     torch.manual_seed(0)
     return fxpipe.compile(
-        UNet(channels=1, base=2, depth=2),
+        UNet(channels=1, base=2, depth=2) if DEEP else Skipping(),
         ["cpu"] * 3,
         schedule=schedule,
         microbatches=3,
         loss=mse_loss,
         optimizer=optimizer,
-        partition=["downs.1", "widens.1"],
+        partition=["downs.1", "widens.1"] if DEEP else ["middle", "last"],
         example=((images(),), {"target": images()}),
     )
 

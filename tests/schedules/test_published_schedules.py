@@ -4,6 +4,7 @@ loop does."""
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -112,18 +113,31 @@ def stepped(
     return loop.gradients(model)
 
 
+def attending() -> tuple[nn.Module, Tensor, Tensor]:
+    """A model, sequences and targets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Attention(8) for _ in range(4))).double()
+    x, y = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    return model, x, y
+
+
+@cache
+def by_seq1f1b(slices: int) -> dict[str, Tensor | None]:
+    """The gradients of a step of ``attending``."""
+    model, x, y = attending()
+    return stepped(model, seq1f1b(slices), x, y, 2, 2)
+
+
 @pytest.mark.models
 @pytest.mark.parametrize(
     "recipe", [slimpipe(4), slimpipe(2, 2), mepipe(4, 3), sppo(4)], ids=lambda recipe: recipe.name
 )
 def test_published_schedules_of_slices_train_as_the_loop(recipe: Recipe) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Attention(8) for _ in range(4))).double()
-    x, y = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    model, x, y = attending()
     found = stepped(model, recipe, x, y, 2, 2)
     loop.train(model, 2, x, loss=F.mse_loss, target=y)
     loop.assert_same(found, loop.gradients(model), 1e-14)
-    loop.assert_same(found, stepped(model, seq1f1b(recipe.slices), x, y, 2, 2))
+    loop.assert_same(found, by_seq1f1b(recipe.slices))
 
 
 @pytest.mark.models

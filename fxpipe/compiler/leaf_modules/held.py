@@ -100,9 +100,10 @@ class Held:
             case set() if len(value) <= _LONG:
                 self._note(name, value, {*value}, set.__eq__, _fill_set)
             case dict() if len(value) <= _LONG:
-                yield from self._items(f"{name}[{{!r}}]", value, [*value], whole=True)
+                yield from self._items(f"{_escaped(name)}[{{!r}}]", value, [*value], whole=True)
             case nn.Module() | object(__dict__=dict()) if _is_entered(value):
-                yield from self._items(f"{name}.{{}}", vars(value), [*vars(value)], whole=True)
+                form = f"{_escaped(name)}.{{}}"
+                yield from self._items(form, vars(value), [*vars(value)], whole=True)
 
     def _function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         code = function.__code__
@@ -184,6 +185,11 @@ def _codes(code: Any) -> Iterator[Any]:
 
 def _top(module: object) -> str:
     return str(module).partition(".")[0]
+
+
+def _escaped(name: str) -> str:
+    """The name in a form: with the braces that a key in it has."""
+    return name.replace("{", "{{").replace("}", "}}")
 
 
 def _alike(new: Any, old: Any) -> bool:

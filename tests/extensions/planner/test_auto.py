@@ -75,7 +75,7 @@ def test_a_model_is_fitted_into_its_devices_or_what_is_missing_is_enough() -> No
     given: dict[str, Any] = {"optimizer": torch.optim.Adam, "schedule": "auto"}
     if not DEEP:
         given["microbatches"] = 4
-    for share in (*deep(1.5), 0.8, 0.3):
+    for share in (*deep(1.5, 0.8), 0.3):
         limits: Any = int(most * share)
         for _ in range(2):
             with pipe_of(layers(), memory_limits=limits, **given) as pipe:

@@ -19,12 +19,12 @@ from fxpipe.extensions.planner.bounds import ALWAYS, NEVER
 from fxpipe.extensions.planner.candidates import Candidate, library_over
 from fxpipe.ir.recipe import find_recipe
 from tests.extensions.planner.test_auto import batch, layers
-from tests.helpers.profiles import deep
+from tests.helpers.profiles import LEVELS, deep
 
 
 def unet() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
-    return UNet(2, 4, depth=2), torch.randn(8, 3, 16, 16), torch.randn(8, 1, 16, 16)
+    return UNet(2, 4, depth=LEVELS), torch.randn(8, 3, 16, 16), torch.randn(8, 1, 16, 16)
 
 
 @pytest.mark.parametrize("family", ["zb-h1", "v-half", *deep("interleaved-1f1b", "2bw")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +37,14 @@ def refused(**options: Any) -> str:
     with pipe_of(**options) as pipe, pytest.raises(fxpipe.PartitionError) as raised:
         pipe.step(X, target=Y)
     return str(raised.value)
+
+
+NOTHING_FITS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "memory_limits": 1000}
+
+
+@cache
+def why_nothing_fits() -> str:
+    return refused(**NOTHING_FITS)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +82,7 @@ def test_what_the_error_names_fits_and_is_what_auto_takes(
 
 
 def test_where_nothing_fits_the_error_says_what_would() -> None:
-    text = refused(schedule="1f1b", microbatches=2, memory_limits=1000)
+    text = why_nothing_fits()
     assert 'nothing that schedule="auto" tries keeps them either' in text
     told = re.search(r"memory_limits=\[(.*?)\] is predicted to be enough, with (.*); or", text)
     assert told is not None
@@ -88,8 +97,7 @@ def test_other_errors_of_a_cut_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_the_planner_the_error_names_no_schedule() -> None:
-    given = {"schedule": "1f1b", "microbatches": 2, "memory_limits": 1000}
-    with_it = refused(**given)
+    with_it = why_nothing_fits()
     known = {n: t for n, t in extend._REGISTRY["part"].items() if n != "fitting"}
     with patch.dict(extend._REGISTRY["part"], known, clear=True):
-        assert with_it.startswith(f"{refused(**given)}; ")
+        assert with_it.startswith(f"{refused(**NOTHING_FITS)}; ")
