@@ -34,7 +34,7 @@ def warm(mesh: DeviceMesh, cases: list[tuple[str, int]]) -> list[Counter[str]]:
             with counting() as counted:
                 for _ in range(2):
                     pipe.step(x, target=x)
-                dist.barrier()  # no rank closes its pipe while others count
+            dist.barrier()  # no rank closes its pipe while others count
             assert counted.pop("looks", 0) <= 1 + time.monotonic() - begin
             with counting() as known:
                 group: Any = pipe._group
