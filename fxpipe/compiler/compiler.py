@@ -92,8 +92,10 @@ class Compiler:
         """Look at the model's state, and at the numbers that graphs take as inputs: the same batch
         with these. To be called first for each call."""
         self.state = self._guard.state()
-        places = self._guard.numbers
-        return self._reads.numbered(batch, {name: at.get() for name, at in places.items()})
+        if not (batch.plain or self._guard.numbers):
+            return batch
+        numbers = {name: at.get() for name, at in self._guard.numbers.items()}
+        return self._reads.numbered(batch, numbers)
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """Return what an earlier call like this one was compiled to; None if there was none."""
@@ -103,7 +105,7 @@ class Compiler:
         if known is None:
             return None
         self._last = key
-        for traced, plan in known.plans:
+        for traced, plan in known.plans if self.options.places else ():
             settle(self.options, traced, plan, known.compiled.schedule)
         return known.compiled
 
@@ -283,7 +285,7 @@ class Compiler:
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
         """See ``Weighing.weighed``; the same micro-batches if there is no loss."""
-        if compiled.traced.loss is None:
+        if compiled.traced.loss is None or "weighed" in compiled.done:
             return Weighed(compiled, micro)
         weighed = self._weighing.weighed(compiled, micro)
         return weighed if weighed.watch is None else self._trying(weighed, weighed.watch)

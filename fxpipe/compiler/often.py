@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,19 +33,19 @@ class Often:
     """Counts the steps that compile."""
 
     def __init__(self) -> None:
-        self._compiled: deque[bool] = deque(maxlen=LAST)
+        self._numbers: list[int] = []  # of the steps that compiled
         self._told = False
 
-    def step(self, model: str, why: str) -> None:
-        """Note a step, and why it compiled, or "" if it did not."""
-        self._compiled.append(bool(why))
-        if why and not self._told and sum(self._compiled) > MOST:
+    def compiled(self, model: str, number: int, why: str) -> None:
+        """Note that the step of this number, from 1, compiled, and why."""
+        self._numbers = [*(each for each in self._numbers if each > number - LAST), number]
+        if not self._told and len(self._numbers) > MOST:
             self._told = True
             LOGGER.warning(
                 "%d of the last %d steps compiled %s, which takes many times as long as a step; "
                 "the last time %s",
-                sum(self._compiled),
-                len(self._compiled),
+                len(self._numbers),
+                min(number, LAST),
                 model,
                 why,
             )

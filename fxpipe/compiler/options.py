@@ -85,7 +85,7 @@ class Options:
     decides: str = ""
     costs: GivenCosts | None = None
 
-    @property
+    @cached_property
     def loss(self) -> Callable[..., Any] | None:
         """The loss function; None if the model returns its loss."""
         return self.objective.loss

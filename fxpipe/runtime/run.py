@@ -130,8 +130,9 @@ class BatchRun(Generic[W]):
         """Wait until every process has finished its lists. Signals do not interrupt the wait, as
         other processes may commit from here on. Raises RankError where one of them has failed."""
         self._channels.flush()
-        others = self._group.settle(dict(self.peak_kept))
-        self._elsewhere = sum(map(Counter, others), Counter[int]())
+        if self._group.size > 1:
+            others = self._group.settle(dict(self.peak_kept))
+            self._elsewhere = sum(map(Counter, others), Counter[int]())
 
     def check(self) -> None:
         """Check the workers. Raises InputError if one has ended, or is in another process."""
@@ -163,8 +164,7 @@ class BatchRun(Generic[W]):
 
     def _start(self, step: int, work: Callable[[Driver], None]) -> None:
         """Submit a step to every worker; each device reports when it has left its list. Raises
-        InputError like ``check`` before anything starts."""
-        self.check()
+        InputError like ``check``."""
         self._channels.start()
         for driver, worker in zip(self._drivers, self._workers, strict=True):
             worker.submit(functools.partial(self._drive, driver, step, work))

@@ -112,15 +112,14 @@ def test_the_first_two_compilations_of_ten_steps_are_told_to_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     often = Often()
-    for step in range(100):
-        often.step("Net", "it was the first" if step % 10 < 2 else "")
+    for step in range(1, 101, 10):
+        often.compiled("Net", step, "it was the first")
+        often.compiled("Net", step + 1, "as x had another shape")
     assert not _warnings(caplog)
-    often.step("Net", "")
-    often.step("Net", "")
-    often.step("Net", "as x had another shape")
-    often.step("Net", "as x had another shape")
-    often.step("Net", "as x had another shape")
-    assert len(_warnings(caplog)) == 1
+    for step in (103, 104, 105):
+        often.compiled("Net", step, "as x had another shape")
+    (told,) = _warnings(caplog)
+    assert "3 of the last 10 steps compiled Net" in told
 
 
 def test_sizes_that_one_graph_serves_are_no_compilations(

@@ -54,12 +54,16 @@ class Weighing:
         ``Objective.weights``.
         """
         averages = self.options.objective.averages and self.replicas(compiled) == 1
-        if not averages or self._counts_others(compiled, len(micro)):
+        joins = not averages or self._counts_others(compiled, len(micro))
+        if joins:
             micro = self.joined(compiled, micro)
         weights = micro.weights
         if compiled.purpose == "step" and not isinstance(weights, Tensor) and not all(weights):
             compiled = discarding(compiled, weights)
-        return Weighed(compiled, micro, self._watch(compiled, micro))
+        watch = self._watch(compiled, micro)
+        if watch is None and not joins:
+            compiled.done.add("weighed")  # its samples alone count
+        return Weighed(compiled, micro, watch)
 
     def _watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
         """What compares the losses of a first step with that of the joined outputs."""
