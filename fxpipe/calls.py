@@ -234,7 +234,7 @@ class Calls:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Inside, nothing else runs, and the time counts as that of compiling."""
-        with self._engine.quiet(), naming_lacks(self._options, "compile"):
+        with self._engine.quiet(), naming_lacks(self._options, compiling=True):
             begin = perf_counter()
             try:
                 yield

@@ -104,6 +104,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
         "Inductor": f"{_HERE}.inductor.compile_stages:Inductor",
         "Link": f"{_HERE}.simulator:Link",
+        "LossWeight": f"{_HERE}.loss_weight.weight:LossWeight",
         "Offload": f"{_HERE}.offload.add_offload:Offload",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Sizes": f"{_HERE}.simulator:Sizes",

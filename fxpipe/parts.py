@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.replicas.collectives import Collectives
     from fxpipe.extensions.replicas.exchanges import owners, part_of
     from fxpipe.extensions.replicas.lowering import SumReplicas, add_reduce, gather_weights
+    from fxpipe.extensions.resources.rules import misused
     from fxpipe.extensions.sharding.placing import LowerShards
     from fxpipe.extensions.simulator.pipe import peaks, task_seconds
     from fxpipe.extensions.stage_table.table import stage_table
@@ -69,6 +70,7 @@ class Parts:
         f"{_HERE}.deferred_batchnorm.moments:merged_moments", lambda: merged_moments
     )
     mesh = Part(f"{_HERE}.ranks.mesh:ranks_of", lambda: ranks_of)
+    misused = Part(f"{_HERE}.resources.rules:misused", lambda: misused)
     metrics = Part(f"{_HERE}.metrics.meter:metrics", lambda: metrics)
     offload = Part(f"{_HERE}.offload.lowering:LowerOffload", lambda: LowerOffload)
     over_stages = Part(f"{_HERE}.generation.generate:over_stages", lambda: over_stages)

@@ -29,7 +29,7 @@ from fxpipe.locks import locked
 from fxpipe.parts import Parts
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.torchtools.meta import load_part
-from fxpipe.torchtools.part import refusing, state_in_part
+from fxpipe.torchtools.part import state_in_part
 from fxpipe.torchtools.state import HOOKS
 
 
@@ -363,7 +363,7 @@ class Pipeline(nn.Module):
             with true:
                 return self._model.load_state_dict(state_dict, *args, **kwargs)
         used, homes = self._used(), self._homes()
-        with true, naming_lacks(self._options, "load"):
+        with true, naming_lacks(self._options):
             return load_part(self._model, used, homes, state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -429,8 +429,7 @@ class Pipeline(nn.Module):
             over_stages = Parts.over_stages.get() if apart else None
             if over_stages is not None and (own := over_stages(self, name)) is not None:
                 return own
-            found = getattr(options.model, name)
-            return found if self._group.size == 1 else refusing(options.model, found)
+            return self._group.attribute(options.model, getattr(options.model, name))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""

@@ -189,7 +189,7 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
 def _go_on_from(pipe: Pipeline, saved: Checkpoint) -> Any:
     saved = saved.changed(pipe._group.parted)
     homes, used = pipe._homes(), pipe._used().values() if pipe._options.hollow else ()
-    with naming_lacks(pipe._options, "load"), allocated(used, homes):
+    with naming_lacks(pipe._options), allocated(used, homes):
         restore_progress(pipe, saved)
     pipe._group.kept = 0
     return saved.extra

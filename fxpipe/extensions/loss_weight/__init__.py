@@ -1,0 +1,1 @@
+"""Weight the losses of micro-batches by a function."""
