@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fxpipe.compiler.compiled import Compiled, Kind
-from fxpipe.compiler.compiler import Compiler, NumbersError
+from fxpipe.compiler.compiler import Change, Compiler, NumbersError
 from fxpipe.compiler.lacking import naming_lacks
-from fxpipe.compiler.often import Often
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.runtime.backend import is_worker
+from fxpipe.parts import Parts
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.loss import StepLoss
 from fxpipe.signals import HeldSignals
@@ -55,7 +54,8 @@ class Calls:
         self._group = options.group
         self._hooks = hooks
         self._filled: Compiled | None = None  # a call whose parameters and buffers have data
-        self._often, self._steps = Often(), 0
+        self._steps, self._first = 0, list[int]()  # and the step that compiled first
+        self._recompiles: Any = None  # counts the steps that compile anew, by an extension
         self._compile_seconds = 0.0  # for which the last step compiled
         self._microbatches = options.microbatches or 4 * len(options.torch_devices)
         self._fixed = options.recipe.microbatches is not None
@@ -80,8 +80,10 @@ class Calls:
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
             self._steps += 1
-            if why := self._compiler.why:
-                self._often.compiled(type(self._options.model).__name__, self._steps, why)
+            if self._compiler.change is not None:
+                self._note(self._compiler.change)
+            elif self._compile_seconds:
+                self._first = [self._steps]
             if compiled is not self._filled:
                 self._check_data(compiled)
             compiled, micro, watch = self._compiler.weighed(compiled, micro)
@@ -135,14 +137,12 @@ class Calls:
             )
         return self.shown
 
-    def measured(self) -> Compiled:
-        """The call that is shown, with the costs of its stages. After a cut by names the costs are
-        measured only here."""
-        compiled = self.compiled()
-        if compiled.plan.stages[0].costs is None and not is_worker():
-            with self._engine.quiet():
-                compiled = self.shown = self._compiler.measured(compiled)
-        return compiled
+    def _note(self, change: Change) -> None:
+        """Note that a step was compiled anew."""
+        if self._recompiles is None and (make := Parts.recompiles.get()) is not None:
+            self._recompiles = make(self._first)
+        if self._recompiles is not None:
+            self._recompiles.note(type(self._options.model).__name__, self._steps, change)
 
     def _refuse_hooks(self) -> None:
         """Raise InputError, as the pipe itself has hooks, which a step would not call."""

@@ -299,15 +299,7 @@ class Pipeline(nn.Module):
         if (table := Parts.table.get()) is None:
             model = type(self._model).__name__
             return f"fxpipe.Pipeline of {model} over {len(self.devices)} devices"
-        shown = self._calls.shown
-        ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
-        loads = self._compiler.loads
-        places = self._group.places or [*map(str, self.devices)]
-        peaks = None if shown is None or ended else self._engine.peaks(shown)
-        replicas = self._options.replicas
-        serial = shown is not None and self._engine.serial(shown)
-        text: str = table(self._model, shown, places, loads, peaks, replicas, serial)
-        return text
+        return table(self)
 
     simulate = views.pipeline_simulate
     """``pipe.simulate()`` predicts the time and the memory of a step:

@@ -222,11 +222,3 @@ def strides_of_sum(gradient: Tensor, parameter: Tensor) -> tuple[int, ...] | Non
         like = torch.empty_like(parameter, device="meta").stride()
         wanted = wanted if like == wanted else torch.empty(parameter.shape, device="meta").stride()
     return None if _same_order(gradient, wanted) else wanted
-
-
-def totalled(totals: Totals, gradients: Totals) -> list[Tensor | None]:
-    """For each parameter its sum with its gradient added; None if there is neither."""
-    return [
-        total if gradient is None else onto(total, gradient)
-        for total, gradient in zip(totals or [None] * len(gradients), gradients, strict=True)
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.loss_weight.comparing import Sample, advice, difference_of
-from fxpipe.compiler.loss_weight.terms import Divisor, current_copy, loss_terms
+from fxpipe.compiler.loss_weight.terms import Divisor, current_copy
 from fxpipe.compiler.objective import Objective, Weighed, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
@@ -40,10 +40,6 @@ class Weighing:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._told: set[str] = set()  # what was warned of
-
-    def terms(self, traced: Traced, split: Collection[int]) -> Sequence[Divisor | None]:
-        """The divisor of each term of a loss; see ``loss_terms``."""
-        return loss_terms(traced, split)
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
         """The same call, with the weights of its micro-batches' losses. In a step, those of weight

@@ -30,6 +30,7 @@ from fxpipe.extensions.simulator.costs import (
     measured_costs,
 )
 from fxpipe.extensions.simulator.held import plan_sizes
+from fxpipe.extensions.simulator.later import measured
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
@@ -76,7 +77,7 @@ def simulate_pipe(
     Raises:
         InputError: nothing is compiled or measured yet, or an argument does not fit.
     """
-    compiled, options = pipe._calls.measured(), pipe._options
+    compiled, options = measured(pipe), pipe._options
     found = predict_step(
         compiled.plan,
         compiled.whole(),
@@ -136,13 +137,13 @@ def profile_pipe(
                 calls.step(args, kwargs, target, return_output=False)
         compiled = calls.compiled()
         sizes, serial = held(pipe, compiled), engine.serial(compiled)
-        measured = measured_run(compiled.whole(), steps, times, sizes, serial=serial)
+        found = measured_run(compiled.whole(), steps, times, sizes, serial=serial)
         # all replicas predict with the times of the first
-        taught = options.group.share("the times of tasks", lambda: [*measured.costs.items()])
+        taught = options.group.share("the times of tasks", lambda: [*found.costs.items()])
         known = {(x, stage): time for (x, stage), time in taught}
         _PROFILED[pipe] = compiled.program, compiled.samples, known
-        tell_shares(pipe, compiled, measured.tasks)
-    return replace(measured, slices=compiled.schedule.slices)
+        tell_shares(pipe, compiled, found.tasks)
+    return replace(found, slices=compiled.schedule.slices)
 
 
 @locked

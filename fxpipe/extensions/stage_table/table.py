@@ -21,6 +21,7 @@ from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import is_compiled
 from fxpipe.passes.partition.work import StageLoad
+from fxpipe.pipeline import Pipeline
 
 _MODULES = 12
 """The most modules of a stage that are named, where runs of numbers count once."""
@@ -34,6 +35,18 @@ _LEGEND = (
     "stages; skips: bytes sent to later stages than the next; memory: the most that the stage's "
     "device holds at once in a step, predicted"
 )
+
+
+def pipeline_table(pipe: Pipeline) -> str:
+    """The table of a pipe."""
+    shown, engine, options = pipe._calls.shown, pipe._engine, pipe._options
+    places = options.group.places or [*map(str, pipe.devices)]
+    peaks = None  # nothing is known of the memory of a pipe that has ended
+    if shown is not None and not engine.progress.ended:
+        peaks = engine.peaks(shown)
+    serial = shown is not None and engine.serial(shown)
+    loads = pipe._compiler.loads
+    return stage_table(options.model, shown, places, loads, peaks, options.replicas, serial)
 
 
 def stage_table(

@@ -1,0 +1,1 @@
+"""Warns, once, where steps compile again and again, and says what changes."""
