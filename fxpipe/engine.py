@@ -143,22 +143,6 @@ class Engine:
         outputs: list[Any] = call(compiled, host, run, self._lock, self.backend)
         return outputs
 
-    @locked
-    def peaks(self, compiled: Compiled) -> Sequence[int] | None:
-        """Device → the most bytes that it is predicted to hold in a step, on all ranks; None
-        without the simulator."""
-        if (peaks := Parts.peaks.get()) is None:
-            return None
-        state = self.progress.state_of(compiled.traced)
-        optimizers = self.progress.optimizers_of(compiled.plan)
-        found: Sequence[int] = peaks(compiled, self._options, state, optimizers)
-        return found
-
-    def serial(self, compiled: Compiled) -> bool:
-        """Whether one thread computes for several devices, one after another."""
-        alone = self.group.size == 1 and not self._options.places
-        return alone and len(self._options.devices) > 1 and compiled.threads == 1
-
     def joins(self, compiled: Compiled) -> bool:
         """Whether a batch of this program can join the batches in flight."""
         run = self.in_flight

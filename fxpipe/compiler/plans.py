@@ -94,12 +94,6 @@ class Plans:
         """Forget all plans, so that graphs are placed and differentiated anew; keep the traces."""
         self.memo.forget("graph", "plan", "placed plan", "check")
 
-    def share_traces(self, other: Plans) -> None:
-        """Use the traces of another compiler of the same model and loss."""
-        self.front_end, self.proven = other.front_end, other.proven
-        self.memo.share(other.memo, "trace", "shapes", "output dims")
-        self.sizes.share(other.sizes)
-
     def output_dims(self, call: Call, traced: Traced) -> Traced:
         """The call's graph, completed by the batch dimensions of its outputs."""
         if all(out.dims is not None for out in traced.outputs):

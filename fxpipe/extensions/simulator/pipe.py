@@ -17,6 +17,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extensions.shares import tell_shares
+from fxpipe.extensions.shown import is_serial
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.away import away_costs
 from fxpipe.extensions.simulator.costs import (
@@ -84,7 +85,7 @@ def simulate_pipe(
         held(pipe, compiled),
         costs or _profiled(pipe, compiled),
         links=links or (None if costs else given_links(options)),
-        serial=not costs and pipe._engine.serial(compiled),
+        serial=not costs and is_serial(pipe._engine, compiled),
         steps=steps,
         away=None if options.costs is None else (options.costs.host,) * 2,
     )
@@ -136,7 +137,7 @@ def profile_pipe(
             for _ in range(steps):
                 calls.step(args, kwargs, target, return_output=False)
         compiled = calls.compiled()
-        sizes, serial = held(pipe, compiled), engine.serial(compiled)
+        sizes, serial = held(pipe, compiled), is_serial(engine, compiled)
         found = measured_run(compiled.whole(), steps, times, sizes, serial=serial)
         # all replicas predict with the times of the first
         taught = options.group.share("the times of tasks", lambda: [*found.costs.items()])

@@ -8,6 +8,7 @@ from itertools import takewhile
 from torch import nn
 
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.extensions.shown import is_serial, predicted_peaks
 from fxpipe.extensions.tables import (
     SERIAL,
     count_text,
@@ -43,8 +44,8 @@ def pipeline_table(pipe: Pipeline) -> str:
     places = options.group.places or [*map(str, pipe.devices)]
     peaks = None  # nothing is known of the memory of a pipe that has ended
     if shown is not None and not engine.progress.ended:
-        peaks = engine.peaks(shown)
-    serial = shown is not None and engine.serial(shown)
+        peaks = predicted_peaks(engine, shown)
+    serial = shown is not None and is_serial(engine, shown)
     loads = pipe._compiler.loads
     return stage_table(options.model, shown, places, loads, peaks, options.replicas, serial)
 

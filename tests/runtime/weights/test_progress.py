@@ -47,7 +47,7 @@ def test_batches_count_and_an_end_is_told() -> None:
     progress = Progress(Tied(), None, bool)
     progress.count()
     progress.count()
-    assert progress.trained == 2 and not progress.ended
+    assert progress.trained == 2
     progress.end("stage 1 has updated")
     assert progress.ended == "stage 1 has updated"
 
