@@ -1,1 +1,1 @@
-"""Warns of an optimizer that computes across parameters, where stages step by themselves."""
+"""A warning of optimizers that compute across parameters, where stages step by themselves."""

@@ -1,1 +1,1 @@
-"""Weight the losses of micro-batches by a function."""
+"""Losses of micro-batches weighted by a function, for ``fxpipe.LossWeight``."""

@@ -1,1 +1,1 @@
-"""Warns, once, where steps compile again and again, and says what changes."""
+"""A warning, once, where steps compile again and again, which says what changes."""

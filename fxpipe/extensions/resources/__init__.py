@@ -1,1 +1,1 @@
-"""Extension: verifies that what a stage has besides buffers is there where it is needed."""
+"""What a stage has besides buffers, verified to be there where instructions need it."""
