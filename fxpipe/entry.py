@@ -234,16 +234,17 @@ def compile(
 
 def _check_free(model: nn.Module) -> None:
     """Raise InputError if the model, a submodule, or a module around it is compiled already."""
-    own = {*map(id, (model, *model.parameters()))}
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
     for other, pipe in _compiled.items():
         owner = pipe()
         if owner is None or owner.closed:
             continue
-        if not own.isdisjoint(map(id, (other, *other.parameters()))):
+        shared = next((own[id(p)] for p in other.parameters() if id(p) in own), None)
+        if other is model or shared is not None:
             raise InputError(
-                "the model is compiled already, or has parameters of a "
-                f"{type(other).__name__} that is, and two pipes would share them; use that pipe, "
-                "whose calls may alternate between inputs and between losses (pipe(x), then "
-                "backward of any loss), close() it first, or compile copy.deepcopy(model), which "
-                "has weights of its own"
+                f"the model is compiled already, or its parameter {shared!r} is, in a "
+                f"{type(other).__name__}, and two pipes would share it; use that pipe, whose calls "
+                "may alternate between inputs and between losses (pipe(x), then backward of any "
+                "loss), close() it first, or compile copy.deepcopy(model), which has weights of "
+                "its own"
             )

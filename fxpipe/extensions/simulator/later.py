@@ -16,7 +16,7 @@ from fxpipe.runtime.backend import is_worker
 from fxpipe.torchtools.state import under
 
 
-def measured(pipe: Pipeline) -> Compiled:
+def measured_call(pipe: Pipeline) -> Compiled:
     """The call that is shown, with the costs of its stages. Raises InputError if nothing is
     compiled yet."""
     compiled = pipe._calls.compiled()

@@ -31,7 +31,7 @@ from fxpipe.extensions.simulator.costs import (
     measured_costs,
 )
 from fxpipe.extensions.simulator.held import plan_sizes
-from fxpipe.extensions.simulator.later import measured
+from fxpipe.extensions.simulator.later import measured_call
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
@@ -78,7 +78,7 @@ def simulate_pipe(
     Raises:
         InputError: nothing is compiled or measured yet, or an argument does not fit.
     """
-    compiled, options = measured(pipe), pipe._options
+    compiled, options = measured_call(pipe), pipe._options
     found = predict_step(
         compiled.plan,
         compiled.whole(),
