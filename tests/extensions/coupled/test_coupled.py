@@ -103,8 +103,8 @@ ALONE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ALONE)
 def test_nothing_is_said_of_updates_that_depend_on_their_own_gradient(name: str) -> None:
-    before = torch.get_rng_state()
-    assert not is_coupled(ALONE[name](parameters()))
+    optimizer, before = ALONE[name](parameters()), torch.get_rng_state()
+    assert not is_coupled(optimizer)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe import log
+from fxpipe import extend, log
 from fxpipe.extend import Extension
 from fxpipe.extensions.status_line import line as progress
 from fxpipe.passes.runner import Pass
@@ -166,7 +166,7 @@ def test_the_first_rank_alone_shows_it(
             shown.append(line())
             return progress.showing(line)
 
-        monkeypatch.setattr(log, "showing", showing)
+        monkeypatch.setitem(extend._REGISTRY["part"], "showing", showing)
         with pipe._compiler.compiling("something"):
             pass
         monkeypatch.setattr(pipe._options.group, "rank", 0)
