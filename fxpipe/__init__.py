@@ -38,7 +38,6 @@ from fxpipe.ir.task import A, B, C, D, F, G, I, O, P, Pair, R, Task, TaskContext
 
 if TYPE_CHECKING:
     from fxpipe.compiler.leaf_modules.extension import LeafModules
-    from fxpipe.compiler.loss_weight.extension import LossWeight
     from fxpipe.entry import compile
     from fxpipe.extensions.comparison.comparison import Comparison, compare
     from fxpipe.extensions.cuda_graphs.capturing import CudaGraphs
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.dispatch.extension import Dispatch
     from fxpipe.extensions.inductor.compile_stages import Inductor
     from fxpipe.extensions.list_schedules.listed import list_schedule
+    from fxpipe.extensions.loss_weight.weight import LossWeight
     from fxpipe.extensions.offload.add_offload import Offload
     from fxpipe.extensions.paper.cluster import Cluster
     from fxpipe.extensions.paper.device import Device
@@ -64,7 +64,6 @@ __version__ = "0.1.0"
 
 _LATER = {
     "LeafModules": "fxpipe.compiler.leaf_modules.extension",
-    "LossWeight": "fxpipe.compiler.loss_weight.extension",
     "Partition": "fxpipe.passes.partition.options",
     "Pipeline": "fxpipe.pipeline",
     "compile": "fxpipe.entry",

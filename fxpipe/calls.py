@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from fxpipe.compiler.compiled import Compiled, Kind
-from fxpipe.compiler.compiler import Compiler, NumbersError
+from fxpipe.compiler.compiler import Change, Compiler, NumbersError
 from fxpipe.compiler.lacking import naming_lacks
-from fxpipe.compiler.often import Often
 from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.runtime.backend import is_worker
+from fxpipe.parts import Parts
 from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
 from fxpipe.runtime.host import next_seed
 from fxpipe.runtime.loss import StepLoss
@@ -57,7 +56,8 @@ class Calls:
         self._group = options.group
         self._hooks = hooks
         self._filled: Compiled | None = None  # a call whose parameters and buffers have data
-        self._often = Often()
+        self._steps, self._first = 0, list[int]()  # and the step that compiled first
+        self._recompiles: Any = None  # counts the steps that compile anew, by an extension
         self._compile_seconds = 0.0  # for which the last step compiled
         self._microbatches = options.microbatches or 4 * len(options.torch_devices)
         self._fixed = options.recipe.microbatches is not None
@@ -70,7 +70,8 @@ class Calls:
             self.last, begin, meter = None, perf_counter(), self._engine.meter
             if meter is not None:
                 meter.begin()
-            self._refuse_hooks()
+            if any(self._hooks.values()):
+                self._refuse_hooks()
             self._engine.check()
             micro = self.taken(args, kwargs, target, step=True)
             check_gradients()
@@ -80,8 +81,13 @@ class Calls:
             compiled = self._compiler.known(micro, kind) if self._group.size == 1 else None
             if compiled is None:
                 compiled, micro = self._ready(micro, kind)
-            self._often.step(type(self._options.model).__name__, self._compiler.why)
-            self._check_data(compiled)
+            self._steps += 1
+            if self._compiler.change is not None:
+                self._note(self._compiler.change)
+            elif self._compile_seconds:
+                self._first = [self._steps]
+            if compiled is not self._filled:
+                self._check_data(compiled)
             compiled, micro, watch = self._compiler.weighed(compiled, micro)
             result = self._engine.step(compiled, micro, with_output=return_output, watch=watch)
             self.shown = compiled
@@ -102,7 +108,8 @@ class Calls:
             self._engine.flush()
             differentiable = self._options.model.training and torch.is_grad_enabled()
             compiled, micro = self._ready(micro, Kind("call" if differentiable else "infer"))
-            self._check_data(compiled)
+            if compiled is not self._filled:
+                self._check_data(compiled)
             compiled, micro, _ = self._compiler.weighed(compiled, micro)
             run = self._engine.call if differentiable else self._engine.infer
             output = run(compiled, micro)
@@ -132,49 +139,45 @@ class Calls:
             )
         return self.shown
 
-    def measured(self) -> Compiled:
-        """The call that is shown, with the costs of its stages. After a cut by names the costs are
-        measured only here."""
-        compiled = self.compiled()
-        if compiled.plan.stages[0].costs is None and not is_worker():
-            with self._engine.quiet():
-                compiled = self.shown = self._compiler.measured(compiled)
-        return compiled
+    def _note(self, change: Change) -> None:
+        """Note that a step was compiled anew."""
+        if self._recompiles is None and (make := Parts.recompiles.get()) is not None:
+            self._recompiles = make(self._first)
+        if self._recompiles is not None:
+            self._recompiles.note(type(self._options.model).__name__, self._steps, change)
 
     def _refuse_hooks(self) -> None:
-        """Raise InputError if the pipe itself has hooks: a step would not call them."""
+        """Raise InputError, as the pipe itself has hooks, which a step would not call."""
         hooks = [name.strip("_").replace("_", " ") for name, own in self._hooks.items() if own]
-        if hooks:
-            raise InputError(
-                f"the pipe has {' and '.join(hooks)}, which a step would not run, as it calls no "
-                "module; remove them, or register forward hooks on the model, which are traced "
-                "with it, or train by pipe(x) and backward, which run the hooks of the pipe"
-            )
+        raise InputError(
+            f"the pipe has {' and '.join(hooks)}, which a step would not run, as it calls no "
+            "module; remove them, or register forward hooks on the model, which are traced "
+            "with it, or train by pipe(x) and backward, which run the hooks of the pipe"
+        )
 
     def _check_data(self, compiled: Compiled) -> None:
         """Raise InputError if a stage of this process reads or writes a tensor without data, and
         RankError if at the first call it has other values in another replica. Then the memory of
         other ranks' parameters is given back."""
         self.shown = self.shown or compiled
-        if compiled is not self._filled:
-            stages = filter(self._options.owns, range(len(compiled.plan.stages)))
-            names = frozenset[str]().union(*map(compiled.names, stages))
-            state = compiled.traced.state_of(self._options.model)
-            names -= self._group.away(self._options, compiled)
-            for name, tensor in state.items():
-                if name in names and tensor.is_meta:
-                    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
-                    raise InputError(
-                        f"{kind} {name!r} has no data, as the model was built on the meta device, "
-                        "or an earlier pipe over ranks left it to another rank; give the values "
-                        "first: pipe.load(folder), pipe.load_state_dict(...), or "
-                        "pipe.reset_parameters(); tensors that are in no state dict, or that no "
-                        'step reads, can be made with data (device="cpu") where the model is built'
-                    )
-            if self._filled is None:
-                self._group.same_weights({name: state[name] for name in names})
-            self._group.release(self._options, compiled)
-            self._filled = compiled
+        stages = filter(self._options.owns, range(len(compiled.plan.stages)))
+        names = frozenset[str]().union(*map(compiled.names, stages))
+        state = compiled.traced.state_of(self._options.model)
+        names -= self._group.away(self._options, compiled)
+        for name, tensor in state.items():
+            if name in names and tensor.is_meta:
+                kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+                raise InputError(
+                    f"{kind} {name!r} has no data, as the model was built on the meta device, or "
+                    "an earlier pipe over ranks left it to another rank; give the values first: "
+                    "pipe.load(folder), pipe.load_state_dict(...), or pipe.reset_parameters(); "
+                    "tensors that are in no state dict, or that no step reads, can be made with "
+                    'data (device="cpu") where the model is built'
+                )
+        if self._filled is None:
+            self._group.same_weights({name: state[name] for name in names})
+        self._group.release(self._options, compiled)
+        self._filled = compiled
 
     def taken(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
@@ -246,7 +249,7 @@ class Calls:
     @contextmanager
     def _compiling(self) -> Iterator[None]:
         """Inside, nothing else runs, and the time counts as that of compiling."""
-        with self._engine.quiet(), naming_lacks(self._options, "compile"):
+        with self._engine.quiet(), naming_lacks(self._options, compiling=True):
             begin = perf_counter()
             try:
                 yield

@@ -143,42 +143,18 @@ class Engine:
         outputs: list[Any] = call(compiled, host, run, self._lock, self.backend)
         return outputs
 
-    @locked
-    def peaks(self, compiled: Compiled) -> Sequence[int] | None:
-        """Device → the most bytes that it is predicted to hold in a step, on all ranks; None
-        without the simulator."""
-        if (peaks := Parts.peaks.get()) is None:
-            return None
-        state = self.progress.state_of(compiled.traced)
-        optimizers = self.progress.optimizers_of(compiled.plan)
-        found: Sequence[int] = peaks(compiled, self._options, state, optimizers)
-        return found
-
-    def serial(self, compiled: Compiled) -> bool:
-        """Whether one thread computes for several devices, one after another."""
-        alone = self.group.size == 1 and not self._options.places
-        return alone and len(self._options.devices) > 1 and compiled.threads == 1
-
     def joins(self, compiled: Compiled) -> bool:
         """Whether a batch of this program can join the batches in flight."""
         run = self.in_flight
         return run is None or (run.program is compiled.program and run.threads == compiled.threads)
 
-    def check(self) -> None:
-        """Check that the pipe can still run.
+    def check(self, *, restores: bool = False) -> None:
+        """Check that the pipe can still run; where a checkpoint ``restores`` it, it may have ended.
 
         Raises:
             InputError: it is closed, or its workers have ended.
             EndedError: an earlier failure has ended it.
         """
-        self._check_workers()
-        self._refuse_ended()
-
-    def _refuse_ended(self) -> None:
-        if why := self.progress.ended:
-            raise EndedError(f"the pipe has ended in an earlier call: {why}; {RESTORE}")
-
-    def _check_workers(self) -> None:
         if self.closed:
             raise InputError("the pipe is closed; compile the model again")
         self._options.group.check()
@@ -188,6 +164,12 @@ class Engine:
             worker.check()
         if self.beside is not None:
             self.beside.check()
+        if self.progress.ended and not restores:
+            self._refuse_ended()
+
+    def _refuse_ended(self) -> None:
+        if why := self.progress.ended:
+            raise EndedError(f"the pipe has ended in an earlier call: {why}; {RESTORE}")
 
     def quiet(self) -> AbstractContextManager[None]:
         """Flush, and return a context manager inside which no other pipe runs anything."""
@@ -208,14 +190,6 @@ class Engine:
             self.kept = run.peak_kept
             if self.clipping is not None:
                 self.clipping.settle(run.count)
-
-    def flush_unless_ended(self) -> None:
-        """Get ready for a checkpoint to be restored. Raises InputError if the pipe is closed."""
-        self._check_workers()
-        if self.progress.ended:
-            self.in_flight = None
-        else:
-            self.flush()
 
     @locked
     def abandon(self) -> None:
@@ -313,6 +287,9 @@ class Engine:
         first: int = 0,
     ) -> R:
         """A run of the compiled program; ``first`` is the number of its first step."""
+        times: Sequence[list[Any]] = self.times
+        if not times and self.meter is not None and compiled.purpose == "step":
+            times = () if compiled.schedule.overlaps else self.meter.times
         return kind(
             compiled.program,
             compiled.plan,
@@ -320,14 +297,9 @@ class Engine:
             self.backend,
             weights,
             first=first,
-            times=self.times or self._metered(compiled),
+            times=times,
             ended=self.progress.end,
         )
-
-    def _metered(self, compiled: Compiled) -> Sequence[list[Any]]:
-        """The lists for the times of a step, if the meter measures it."""
-        steps = compiled.purpose == "step" and not compiled.schedule.overlaps
-        return self.meter.times if self.meter is not None and steps else ()
 
 
 def _own(options: Options) -> Backend:

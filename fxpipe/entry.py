@@ -234,23 +234,17 @@ def compile(
 
 def _check_free(model: nn.Module) -> None:
     """Raise InputError if the model, a submodule, or a module around it is compiled already."""
-    owner = _compiled[model]() if model in _compiled else None
-    if owner is not None and not owner.closed:
-        raise InputError(
-            "the model is compiled already, and two pipes would share its parameters; use that "
-            "pipe, whose calls may alternate between inputs and between losses (pipe(x), then "
-            "backward of any loss), close() it first, or compile copy.deepcopy(model), which has "
-            "weights of its own"
-        )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
     for other, pipe in _compiled.items():
         owner = pipe()
         if owner is None or owner.closed:
             continue
-        for parameter in other.parameters():
-            if id(parameter) in names:
-                raise InputError(
-                    f"parameter {names[id(parameter)]!r} is also one of a {type(other).__name__} "
-                    "that is compiled already, and two pipes would share it; close() that pipe "
-                    "first, or compile copy.deepcopy(model), which has weights of its own"
-                )
+        shared = next((own[id(p)] for p in other.parameters() if id(p) in own), None)
+        if other is model or shared is not None:
+            raise InputError(
+                f"the model is compiled already, or its parameter {shared!r} is, in a "
+                f"{type(other).__name__}, and two pipes would share it; use that pipe, whose calls "
+                "may alternate between inputs and between losses (pipe(x), then backward of any "
+                "loss), close() it first, or compile copy.deepcopy(model), which has weights of "
+                "its own"
+            )

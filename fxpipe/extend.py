@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from fxpipe.passes.partition.work import Partitioner
     from fxpipe.passes.runner import Pass
     from fxpipe.runtime.choice import ThreadChoice
-    from fxpipe.runtime.transport import MakeTransport
 
 Door = Literal[
     "public",
@@ -104,6 +103,7 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Dispatch": f"{_HERE}.dispatch.extension:Dispatch",
         "Inductor": f"{_HERE}.inductor.compile_stages:Inductor",
         "Link": f"{_HERE}.simulator:Link",
+        "LossWeight": f"{_HERE}.loss_weight.weight:LossWeight",
         "Offload": f"{_HERE}.offload.add_offload:Offload",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Sizes": f"{_HERE}.simulator:Sizes",
@@ -370,7 +370,8 @@ class Extension:
         """What divides a model's operations among the stages, or None."""
         return None
 
-    def transport(self) -> MakeTransport | None:
-        """What carries values from rank to rank in place of fxpipe's transport, or None. Not asked
-        where one process runs all devices, which hands them over by reference."""
+    def transport(self) -> Callable[..., Any] | None:
+        """A ``MakeTransport`` of ``fxpipe/extensions/ranks/transport.py``: what carries values from
+        rank to rank in place of fxpipe's transport. Or None. Not asked where one process runs all
+        devices, which hands them over by reference."""
         return None

@@ -7,13 +7,14 @@ seconds in its text and in its attributes ``fxpipe_pass`` and ``fxpipe_seconds``
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from fxpipe.progress import showing
+from fxpipe.parts import Parts
 
 LOGGER = logging.getLogger("fxpipe")
 
@@ -41,13 +42,21 @@ def reported(what: str, *, shows: bool = False) -> Iterator[None]:
     def line() -> str:
         return f"fxpipe compiles {what}" + f": {compilation.name}" * bool(compilation.name)
 
+    showing = Parts.showing.get() if shows and _is_seen() else None
     try:
-        with showing(line) if shows else nullcontext():
+        with nullcontext() if showing is None else showing(line):
             yield
     finally:
         _innermost.reset(token)
     if compilation.passes:
         LOGGER.info("compiled %s in %.3f s", what, time.perf_counter() - start)
+
+
+def _is_seen() -> bool:
+    """Whether standard error is a terminal, or a notebook's."""
+    with suppress(Exception):  # such as a stream that is closed, or none
+        return sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel.")
+    return False
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from fxpipe.locks import locked
 from fxpipe.parts import Parts
 from fxpipe.signature import SignedLikeTheModel
 from fxpipe.torchtools.meta import load_part
-from fxpipe.torchtools.part import refusing, state_in_part
+from fxpipe.torchtools.part import state_in_part
 from fxpipe.torchtools.state import HOOKS
 
 
@@ -299,15 +299,7 @@ class Pipeline(nn.Module):
         if (table := Parts.table.get()) is None:
             model = type(self._model).__name__
             return f"fxpipe.Pipeline of {model} over {len(self.devices)} devices"
-        shown = self._calls.shown
-        ended = bool(self._engine.progress.ended)  # then nothing is known of its memory
-        loads = self._compiler.loads
-        places = self._group.places or [*map(str, self.devices)]
-        peaks = None if shown is None or ended else self._engine.peaks(shown)
-        replicas = self._options.replicas
-        serial = shown is not None and self._engine.serial(shown)
-        text: str = table(self._model, shown, places, loads, peaks, replicas, serial)
-        return text
+        return table(self)
 
     simulate = views.pipeline_simulate
     """``pipe.simulate()`` predicts the time and the memory of a step:
@@ -363,7 +355,7 @@ class Pipeline(nn.Module):
             with true:
                 return self._model.load_state_dict(state_dict, *args, **kwargs)
         used, homes = self._used(), self._homes()
-        with true, naming_lacks(self._options, "load"):
+        with true, naming_lacks(self._options):
             return load_part(self._model, used, homes, state_dict, *args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -429,8 +421,7 @@ class Pipeline(nn.Module):
             over_stages = Parts.over_stages.get() if apart else None
             if over_stages is not None and (own := over_stages(self, name)) is not None:
                 return own
-            found = getattr(options.model, name)
-            return found if self._group.size == 1 else refusing(options.model, found)
+            return self._group.attribute(options.model, getattr(options.model, name))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""

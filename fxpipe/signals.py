@@ -68,7 +68,7 @@ class HeldSignals:
 
     def raise_held(self, other_than: BaseException | None = None) -> None:
         """Raise the held exception, if there is one and it is another than the given one."""
-        held = self.take()
+        held, self.held = self.held, None
         try:
             if held is not None and held is not other_than:
                 raise held

@@ -70,6 +70,7 @@ REMEMBERING = (
     "extensions/deferred_batchnorm",
     "extensions/dispatch",
     "extensions/inductor",
+    "extensions/loss_weight",
     "loss_weight",
     "extensions/metrics",
     "extensions/offload",

@@ -27,7 +27,6 @@ LAYERS = {
         "fxpipe.extend",
         "fxpipe.log",
         "fxpipe.parts",
-        "fxpipe.progress",
         "fxpipe.random",
         "fxpipe.signals",
         "fxpipe.torchtools",

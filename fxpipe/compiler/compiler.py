@@ -14,10 +14,10 @@ from fxpipe.compiler import passes
 from fxpipe.compiler.compiled import Compiled, Kind, exchanged
 from fxpipe.compiler.front_end import Call
 from fxpipe.compiler.guard import KEPT
+from fxpipe.compiler.loss_weight.terms import loss_terms
 from fxpipe.compiler.loss_weight.weighing import Weighing
 from fxpipe.compiler.memo import Memo
 from fxpipe.compiler.objective import Weighed
-from fxpipe.compiler.often import CallKey, why_compiled
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.plans import Plans
@@ -53,6 +53,32 @@ class Known(NamedTuple):
     plans: Sequence[tuple[Traced, Plan]]
 
 
+class CallKey(NamedTuple):
+    """Everything that the result of compiling a call depends on.
+
+    Attributes:
+        state: of the model, see ``Guard.state``; the number of its Python state comes first.
+        batch: of its batch, see ``Reads.key``.
+        size: the samples in the batch.
+        others: what else is asked of the call.
+    """
+
+    state: tuple[Any, ...]
+    batch: tuple[Any, ...]
+    size: int
+    others: tuple[Any, ...]
+
+
+class Change(NamedTuple):
+    """What a call was compiled for: the call before, this one, the names of the leaves of its
+    batch, and the Python state that has changed last."""
+
+    old: CallKey
+    new: CallKey
+    names: Sequence[str]
+    changed: str
+
+
 class NumbersError(Exception):
     """A graph cannot take numbers of a call as inputs."""
 
@@ -66,7 +92,7 @@ class Compiler:
         timetable: makes the schedules.
         plans: makes the plans.
         state: the state of the model when ``numbered`` was last called, see ``Guard.state``.
-        why: why the last call was compiled, or "" if it was not.
+        change: what the last call was compiled for; None if it was not, or is the first.
     """
 
     _fixed: tuple[bool | None, ...] = (None, True)
@@ -86,24 +112,26 @@ class Compiler:
         self._reads = self.plans.front_end.reads
         self._weighing = Weighing(options)
         self.state: tuple[Any, ...] = (None,)
-        self.why = ""
+        self.change: Change | None = None
 
     def numbered(self, batch: Batch) -> Batch:
         """Look at the model's state, and at the numbers that graphs take as inputs: the same batch
         with these. To be called first for each call."""
         self.state = self._guard.state()
-        places = self._guard.numbers
-        return self._reads.numbered(batch, {name: at.get() for name, at in places.items()})
+        if not (batch.plain or self._guard.numbers):
+            return batch
+        numbers = {name: at.get() for name, at in self._guard.numbers.items()}
+        return self._reads.numbered(batch, numbers)
 
     def known(self, micro: MicroBatches, kind: Kind) -> Compiled | None:
         """Return what an earlier call like this one was compiled to; None if there was none."""
         key = self._key(micro, kind)
         known: Known | None = self.memo.find("call", key)
-        self.why = ""
+        self.change = None
         if known is None:
             return None
         self._last = key
-        for traced, plan in known.plans:
+        for traced, plan in known.plans if self.options.places else ():
             settle(self.options, traced, plan, known.compiled.schedule)
         return known.compiled
 
@@ -127,7 +155,7 @@ class Compiler:
         """Compile a call, and cut anew as long as a device exceeds its memory limit."""
         name, size = type(self.options.model).__name__, micro.batch.size
         last, first, made = self._last, self._key(micro, kind), self.plans.made
-        with self._compiling(f"{name} for a {kind.purpose} of {size} samples"):
+        with self.compiling(f"{name} for a {kind.purpose} of {size} samples"):
             compiled = self._compile(micro, kind)
             while kind.purpose == "step" and not self._placement.judged:
                 if self._placement.keeps_limits(self._peaks(compiled)):
@@ -137,8 +165,8 @@ class Compiler:
         self._last = self._key(micro, kind)
         self.memo.keep("call", KEPT)
         self.plans.sizes.keep()
-        if self.plans.made > made:
-            self.why = why_compiled(last, first, micro.batch.names, self._guard.changed)
+        if self.plans.made > made and last is not None:
+            self.change = Change(last, first, micro.batch.names, self._guard.changed)
         return compiled
 
     def fixed(self, batch: Batch) -> Batch:
@@ -161,7 +189,8 @@ class Compiler:
         self.memo.forget("call", "program")
 
     @contextmanager
-    def _compiling(self, what: str) -> Iterator[None]:
+    def compiling(self, what: str) -> Iterator[None]:
+        """Inside, something is compiled, which the log names."""
         with (
             HeldSignals(),
             torch.compiler.set_stance("force_eager"),  # graphs hold what torch.compile would hide
@@ -233,7 +262,7 @@ class Compiler:
         if traced.loss is not None and self.options.objective.averages:
             split = [index for index, dim in enumerate(batch.dims) if dim is not None]
             terms_of = {
-                size: self._weighing.terms(replace(graph, loss=traced.loss), split)
+                size: loss_terms(replace(graph, loss=traced.loss), split)
                 for size, (graph, _) in plans.items()
             }
             terms = [terms_of[size] for size in sizes]
@@ -283,7 +312,7 @@ class Compiler:
 
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
         """See ``Weighing.weighed``; the same micro-batches if there is no loss."""
-        if compiled.traced.loss is None:
+        if compiled.traced.loss is None or "weighed" in compiled.done:
             return Weighed(compiled, micro)
         weighed = self._weighing.weighed(compiled, micro)
         return weighed if weighed.watch is None else self._trying(weighed, weighed.watch)
@@ -301,24 +330,6 @@ class Compiler:
                 look(host)
 
         return weighed._replace(watch=replace(watch, look=trying))
-
-    def measured(self, compiled: Compiled) -> Compiled:
-        """Return the same call with the costs of its stages, which are measured now if the cut did
-        not need them."""
-        plan = compiled.plan
-        if not plan.stages[0].costs:
-            with self._compiling(f"{type(self.options.model).__name__}, to know what stages cost"):
-                self.plans.measure()
-            costs = self._placement.costs
-            stages = tuple(replace(s, costs=costs.get(s.index)) for s in plan.stages)
-            plan = replace(plan, stages=stages)
-        larger = compiled.samples / self._placement.samples
-        threads = self.choice.threads(plan, compiled.schedule, larger)
-        measured = replace(compiled, plan=plan, threads=threads)
-        for known in self.memo.values("call"):
-            if known.compiled is compiled:
-                self.memo.replace(known, known._replace(compiled=measured))
-        return measured
 
     @property
     def loads(self) -> Sequence[StageLoad]:

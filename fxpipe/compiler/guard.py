@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +29,10 @@ from fxpipe.log import LOGGER
 
 T = TypeVar("T")
 
+_TRAINING, _REQUIRES_GRAD, _DTYPE = map(attrgetter, ("training", "requires_grad", "dtype"))
 
 KEPT = 16
 """The most calls of which results are kept: the ones used last."""
-
-
-class Present(NamedTuple):
-    """A model as it is now.
-
-    Attributes:
-        number: the number of its Python state. Graphs of other states do not serve.
-        modules: its modules.
-        parameters: its parameters.
-        dense: its parameters that have strides.
-    """
-
-    number: int
-    modules: Sequence[nn.Module]
-    parameters: Sequence[Tensor]
-    dense: Sequence[Tensor]
 
 
 class Guard:
@@ -122,20 +107,22 @@ class Guard:
         return code in self._reads.codes
 
     def state(self) -> tuple[object, ...]:
-        """Everything that traces depend on besides the call; ``Present.number`` comes first."""
-        number, modules, parameters, dense = self.present()
-        flags = tuple(map(attrgetter("training"), modules))
-        trained = tuple([parameter.requires_grad for parameter in parameters])
+        """Everything that traces depend on besides the call; that of ``present`` comes first."""
+        number, seen = self.present(), self._seen
+        assert seen is not None
+        flags = tuple(map(_TRAINING, seen.modules))
+        trained = tuple(map(_REQUIRES_GRAD, seen.parameters))
         # ``.data`` may change these; strides and the number of entries together tell the shape
-        strides = tuple(map(Tensor.stride, dense))
-        counts = tuple(map(Tensor.numel, dense))
-        dtypes = tuple([parameter.dtype for parameter in dense])
+        strides = tuple(map(Tensor.stride, seen.dense))
+        counts = tuple(map(Tensor.numel, seen.dense))
+        dtypes = tuple(map(_DTYPE, seen.dense))
         device = self.options.places[0].type if self.options.places else "cpu"
         cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         return number, flags, trained, (strides, counts, dtypes), cast, torch.get_default_dtype()
 
-    def present(self) -> Present:
-        """The model as it is now."""
+    def present(self) -> int:
+        """The number of the model's Python state as it is now. Graphs of other states do not
+        serve."""
         old = self._seen
         if old is None:
             self._see(self._snapshot(self._reads))
@@ -151,9 +138,7 @@ class Guard:
             if self._number > last:
                 kind = type(self.options.model).__name__
                 LOGGER.info("%s is traced anew, as %s has changed", kind, self.changed)
-        assert self._seen is not None
-        seen = self._seen
-        return Present(self._number, seen.modules, seen.parameters, seen.dense)
+        return self._number
 
     def fix(self, names: Collection[str]) -> None:
         """Let these ``numbers``, which graphs cannot take, be constants of graphs from now on."""

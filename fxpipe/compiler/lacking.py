@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 
@@ -14,34 +13,24 @@ from fxpipe.errors import DeviceMemoryError, FxpipeError, told
 from fxpipe.formatting import stages_text
 from fxpipe.torchtools import source
 
-Doing = Literal["compile", "move", "load"]
-
-_WHAT: dict[Doing, str] = {
-    "compile": "to compile the model, which takes one micro-batch and the largest parameter",
-    "move": "for its parameters and buffers",
-    "load": "for what is loaded, parameters or the state of their optimizer",
-}
-
-_LESS = (
-    "give it less: a partition with less in this stage, memory_limits=, or more devices; a step "
-    "needs this memory as well"
+_COMPILING = (
+    "to compile the model, which takes one micro-batch and the largest parameter; take more "
+    "micro-batches or a smaller batch, or list first the device with the most memory, as the first "
+    "one runs the operations of all stages, one at a time"
 )
-
-_CURES: dict[Doing, str] = {
-    "compile": "take more micro-batches or a smaller batch, or list first the device with the most "
-    "memory, as the first one runs the operations of all stages, one at a time",
-    "move": _LESS,
-    "load": _LESS,
-}
+_HOLDING = (
+    "for its parameters and buffers, or the state of their optimizer; give it less: a partition "
+    "with less in this stage, memory_limits=, or more devices; a step needs this memory as well"
+)
 
 
 @contextmanager
-def naming_lacks(options: Options, doing: Doing) -> Iterator[None]:
+def naming_lacks(options: Options, *, compiling: bool = False) -> Iterator[None]:
     """Inside, a lack of memory becomes an error that names the device and its stage.
 
     Args:
         options: the options of the pipe.
-        doing: what is done inside, besides tensors that go to a device of their own.
+        compiling: whether the model is compiled, besides tensors that go to their devices.
 
     Raises:
         DeviceMemoryError: a device, or the host for CPU devices, has no memory left.
@@ -54,20 +43,20 @@ def naming_lacks(options: Options, doing: Doing) -> Iterator[None]:
         if not source.lacks_memory(error):
             raise
         cause = error.__cause__ or error if isinstance(error, source.Lack) else error
-        raise _explained(options, error, cause, doing) from cause
+        raise _explained(options, error, cause, compiling) from cause
 
 
 def _explained(
-    options: Options, error: Exception, cause: BaseException, doing: Doing
+    options: Options, error: Exception, cause: BaseException, compiling: bool
 ) -> DeviceMemoryError:
     lacks = error.device if isinstance(error, source.Lack) else None
-    doing = "move" if doing == "compile" and lacks is not None else doing
+    compiling = compiling and lacks is None
     places = [torch.device(place.type, place.index or 0) for place in options.torch_devices]
     at = options.here if lacks is None else lacks
     at = torch.device(at.type, at.index or 0)
     device = options.group.device
     stages: list[int] = []
-    if doing != "compile" and at in places:
+    if not compiling and at in places:
         device = places.index(at)
         stages = [s for s, home in enumerate(options.placement) if places[home] == at]
     if at.type == "cpu":
@@ -76,8 +65,8 @@ def _explained(
     line = source.of_exception(cause)
     where = options.names[device] if at.type != "cpu" else "the host"
     return DeviceMemoryError(
-        f"{where}{of} has no memory left {_WHAT[doing]}{f', at {line}' if line else ''}; "
-        f"{_CURES[doing]} ({told(cause)})",
+        f"{where}{of} has no memory left {_COMPILING if compiling else _HOLDING} "
+        f"({f'at {line}: ' if line else ''}{told(cause)})",
         device=device,
         instruction="",
         stage=stages[0] if len(stages) == 1 else None,

@@ -31,7 +31,7 @@ class Memo:
         kind: str,
         key: Callable[[], Hashable],
         make: Callable[[], T],
-        fits: Callable[[T], bool] = lambda _: True,
+        fits: Callable[[T], bool] | None = None,
     ) -> T:
         """The first result that fits, or else a new one.
 
@@ -54,7 +54,7 @@ class Memo:
         self._note(made)
         return cast(T, made.value)
 
-    def find(self, kind: str, key: Hashable, fits: Callable[[Any], bool] = lambda _: True) -> Any:
+    def find(self, kind: str, key: Hashable, fits: Callable[[Any], bool] | None = None) -> Any:
         """The first result that fits; None if there is none. From now on its key is the one used
         last."""
         found = self._find(kind, key, fits)
@@ -113,12 +113,13 @@ class Memo:
         finally:
             self._making = outer
 
-    def _find(self, kind: str, key: Hashable, fits: Callable[[Any], bool]) -> Result | None:
-        results = self._results.get((kind, key), ())
-        found = next((result for result in results if fits(result.value)), None)
-        if found is not None:
-            self._note(found)
-        return found
+    def _find(self, kind: str, key: Hashable, fits: Callable[[Any], bool] | None) -> Result | None:
+        for result in self._results.get((kind, key), ()):
+            if fits is None or fits(result.value):
+                if self._making:
+                    self._note(result)
+                return result
+        return None
 
     def _note(self, result: Result) -> None:
         if self._making:

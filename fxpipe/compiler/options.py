@@ -19,7 +19,6 @@ from fxpipe.passes.schedule import RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 from fxpipe.runtime.choice import Dispatches
 from fxpipe.runtime.group import Group
-from fxpipe.runtime.transport import MakeTransport
 from fxpipe.runtime.weights.optimizer import GivenOptimizer
 from fxpipe.torchtools.accelerator import Place
 from fxpipe.torchtools.pytrees import size_in_bytes
@@ -85,13 +84,13 @@ class Options:
     decides: str = ""
     costs: GivenCosts | None = None
 
-    @property
+    @cached_property
     def loss(self) -> Callable[..., Any] | None:
         """The loss function; None if the model returns its loss."""
         return self.objective.loss
 
     @property
-    def transport(self) -> MakeTransport | None:
+    def transport(self) -> Callable[..., Any] | None:
         """What carries values from rank to rank, if an extension has it."""
         return next((t for e in self.extensions if (t := e.transport()) is not None), None)
 

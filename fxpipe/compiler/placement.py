@@ -151,12 +151,6 @@ class Placement:
         limited = self._budget is None or self._budget.machine.limited
         return named and not (elsewhere or limited or traced.calls or schedule.overlaps)
 
-    def costs_of(
-        self, facts: Mapping[str, Any], assignment: Assignment
-    ) -> Mapping[int, StageCosts]:
-        """Measure a further graph; returns stage → its costs."""
-        return self.by_stage(facts["traced"], assignment, self.node_costs(facts))
-
     def follow(self, traced: Traced, reference: Traced, assignment: Assignment) -> Assignment:
         """Assign the nodes of a graph to stages as in a reference graph with its assignment."""
         facts = {"traced": traced, "reference": reference, "assignment": assignment}

@@ -17,7 +17,6 @@ from fxpipe.compiler.options import Options
 from fxpipe.compiler.placement import Placement
 from fxpipe.compiler.residence import gathered, settle
 from fxpipe.compiler.sizes import GraphSizes
-from fxpipe.errors import told
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced, with_dims
 from fxpipe.log import LOGGER
@@ -94,27 +93,6 @@ class Plans:
     def forget(self) -> None:
         """Forget all plans, so that graphs are placed and differentiated anew; keep the traces."""
         self.memo.forget("graph", "plan", "placed plan", "check")
-
-    def share_traces(self, other: Plans) -> None:
-        """Use the traces of another compiler of the same model and loss."""
-        self.front_end, self.proven = other.front_end, other.proven
-        self.memo.share(other.memo, "trace", "shapes", "output dims")
-        self.sizes.share(other.sizes)
-
-    def measure(self) -> None:
-        """Measure the costs of stages if that was put off, with zeros, as the data of the call is
-        gone. If operations refuse them, nothing is measured, which the log says."""
-        graphs: list[Graph] = self.memo.values("graph")
-        if self.placement.costs or not graphs:
-            return
-        graph = graphs[0]
-        # whatever modes the caller is in
-        with torch.inference_mode(False), torch.enable_grad(), under(()):
-            try:
-                facts = graph.call.zeros().as_trained(graph.traced, self.options.model)
-                self.placement.costs = self.placement.costs_of(facts, graph.assignment)
-            except Exception as error:
-                LOGGER.info("the stages are not measured: %s", told(error))
 
     def output_dims(self, call: Call, traced: Traced) -> Traced:
         """The call's graph, completed by the batch dimensions of its outputs."""

@@ -66,7 +66,7 @@ class Reads:
     def numbered(self, batch: Batch, others: Mapping[str, float]) -> Batch:
         """The same batch, with numbers as inputs: those that are in it and have changed once, and
         ``others``, which the code reads elsewhere."""
-        given = {index: leaf for index, leaf in enumerate(batch.leaves) if is_number(leaf)}
+        given = {i: batch.leaves[i] for i in batch.plain if is_number(batch.leaves[i])}
         if not given and not others:
             return batch
         kind = self._of(batch)
@@ -78,6 +78,8 @@ class Reads:
 
     def key(self, batch: Batch) -> tuple[Any, ...]:
         """Everything that the graph of a call depends on besides the size of its batch."""
+        if not (batch.plain or batch.numbers):
+            return batch.key(()), ()
         kind = self._of(batch)
         return batch.key(self._read(kind, batch)), self._answers(kind, batch)
 

@@ -55,7 +55,7 @@ def settle(options: Options, traced: Traced, plan: Plan, schedule: Schedule) -> 
 
     The tensors stay the same objects. No two stages have the same parameter or buffer.
     """
-    with naming_lacks(options, "move"):
+    with naming_lacks(options):
         for tensor, device in _homes(options, traced, plan, schedule):
             if not tensor.is_meta:  # it gets its data there later
                 move(tensor, device)

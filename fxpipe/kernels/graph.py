@@ -168,14 +168,14 @@ class GraphKernel:
 def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
     """The value in the strides that the graph was traced with, on which its views depend, but not
     on those of dimensions of size 1: these stay, as later kernels look at them."""
-    if strides is None or value.stride() == strides or _same_order(value, strides):
+    if strides is None or value.stride() == strides or same_order(value, strides):
         return value
     return torch.empty_strided(
         value.shape, layout(value, strides), dtype=value.dtype, device=value.device
     ).copy_(value)
 
 
-def _same_order(value: Tensor, strides: Sequence[int]) -> bool:
+def same_order(value: Tensor, strides: Sequence[int]) -> bool:
     """Whether a tensor has these strides, those of dimensions of size 1 aside."""
     pairs = zip(value.shape, value.stride(), strides, strict=True)
     return all(size == 1 or has == wants for size, has, wants in pairs)
@@ -221,12 +221,4 @@ def strides_of_sum(gradient: Tensor, parameter: Tensor) -> tuple[int, ...] | Non
     if not parameter.is_contiguous():
         like = torch.empty_like(parameter, device="meta").stride()
         wanted = wanted if like == wanted else torch.empty(parameter.shape, device="meta").stride()
-    return None if _same_order(gradient, wanted) else wanted
-
-
-def totalled(totals: Totals, gradients: Totals) -> list[Tensor | None]:
-    """For each parameter its sum with its gradient added; None if there is neither."""
-    return [
-        total if gradient is None else onto(total, gradient)
-        for total, gradient in zip(totals or [None] * len(gradients), gradients, strict=True)
-    ]
+    return None if same_order(gradient, wanted) else wanted

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fxpipe.errors import InputError, RankError
+from fxpipe.errors import DeviceError, InputError, RankError
 from fxpipe.ir.program import Program, Turn
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.group import Group
@@ -275,6 +275,7 @@ class Backend:
         """Name of each device with its own random number generator → that generator."""
         return {}
 
-    def is_late(self, error: BaseException) -> bool:
-        """Whether an error is a device's late report of an earlier instruction's failure."""
-        return False
+    def late(self, error: BaseException, when: str) -> DeviceError | None:
+        """The error to raise for one that is a device's late report of an earlier instruction's
+        failure; None for any other. ``when`` says in one clause when it was raised."""
+        return None

@@ -105,6 +105,11 @@ class Batch:
     def _named(self) -> Sequence[tuple[str, str]]:
         return _named(self.unflatten(self.leaves), self.signature)
 
+    @cached_property
+    def plain(self) -> list[int]:
+        """The leaves that are no tensors."""
+        return [i for i, leaf in enumerate(self.leaves) if not isinstance(leaf, Tensor)]
+
     @property
     def kind(self) -> tuple[Any, ...]:
         """How the arguments nest, and the types of their leaves."""
@@ -113,7 +118,13 @@ class Batch:
 
     def key(self, read: Collection[int]) -> tuple[Any, ...]:
         """Everything that a trace depends on besides the batch size; see ``like``."""
-        return *self.like(read), tuple(map(_sizes, self.leaves, self.dims))
+        sizes = tuple(
+            (tuple(x.shape) if dim is None else (*x.shape[:dim], *x.shape[dim + 1 :]))
+            if isinstance(x, Tensor)
+            else ()
+            for x, dim in zip(self.leaves, self.dims, strict=True)
+        )
+        return *self.like(read), sizes
 
     def like(self, read: Collection[int]) -> tuple[Any, ...]:
         """Everything that a trace depends on besides all sizes.
@@ -153,7 +164,9 @@ class Batch:
             InputError: a leaf requires a gradient in a step.
         """
         trains = [isinstance(x, Tensor) and x.requires_grad for x in self.leaves]
-        if purpose == "step" and any(trains):
+        if not any(trains):
+            return (False,) * len(trains)
+        if purpose == "step":
             name = self.names[trains.index(True)]
             raise InputError(
                 f"{name} requires a gradient, and a step gives gradients to parameters alone; give "
@@ -261,15 +274,6 @@ def ordinary(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_inference() or torch.is_inference_mode_enabled():
         return leaf
     return leaf.clone()
-
-
-def _sizes(leaf: Any, dim: int | None) -> tuple[int, ...]:
-    """The sizes of a tensor, but for that of its batch."""
-    return tuple(size for d, size in enumerate(_shape(leaf)) if d != dim)
-
-
-def _shape(leaf: Any) -> Sequence[int]:
-    return leaf.shape if isinstance(leaf, Tensor) else ()
 
 
 def _named(nested: Sequence[Any], signature: inspect.Signature) -> list[tuple[str, str]]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fxpipe.errors import DeviceError, DeviceMemoryError, ExecutionError, told
+from fxpipe.errors import DeviceMemoryError, ExecutionError, told
 from fxpipe.ir import instruction as ins
 from fxpipe.runtime.interpreter import Machine
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools import source
-
-if TYPE_CHECKING:
-    from fxpipe.runtime.backend import Backend
 
 _LACK = "the device has no memory left; "
 _CURE = (
@@ -55,27 +52,6 @@ def explained_failure(machine: Machine, cause: BaseException, consequence: str) 
         error = DeviceMemoryError(f"{where}: {cure}{meaning} ({told(cause)})", **place)
     error.__cause__ = cause
     return error
-
-
-def explained_late(cause: BaseException, when: str, backend: Backend) -> DeviceError | None:
-    """Make the error for a failure that a device reports late; None if ``cause`` is not one.
-
-    ``when`` says in one clause what was running when it was raised.
-    """
-    if not backend.is_late(cause):
-        return None
-    return DeviceError(
-        f"when {when}, a device reported that an instruction launched earlier had failed "
-        f"({told(cause)}), and does not say which. Run it again with launches that wait, on CUDA "
-        "with the environment variable CUDA_LAUNCH_BLOCKING=1: then the error names the "
-        "instruction. All that this process had on the device is lost: start it again, from the "
-        "last checkpoint",
-        device=-1,
-        instruction="",
-        stage=None,
-        microbatch=None,
-        source="",
-    )
 
 
 def running(machine: Machine) -> str:

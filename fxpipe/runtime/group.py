@@ -207,6 +207,10 @@ class Group:
         """What this process has of the model, by an extension; None for all of it."""
         return None
 
+    def attribute(self, model: nn.Module, found: Any) -> Any:
+        """An attribute of the model, as users may use it."""
+        return found
+
     def timed(self, times: Sequence[Sequence[int]]) -> list[list[int]]:
         """Device → its times on whichever rank it runs, by the clock of the first rank."""
         return [[*each] for each in times]

@@ -22,7 +22,7 @@ from fxpipe.formatting import stages_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.runtime.backend import Backend, Driver, Worker
-from fxpipe.runtime.failure import explained_failure, explained_late, running, whereabouts
+from fxpipe.runtime.failure import explained_failure, running, whereabouts
 from fxpipe.runtime.host import Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
@@ -130,8 +130,9 @@ class BatchRun(Generic[W]):
         """Wait until every process has finished its lists. Signals do not interrupt the wait, as
         other processes may commit from here on. Raises RankError where one of them has failed."""
         self._channels.flush()
-        others = self._group.settle(dict(self.peak_kept))
-        self._elsewhere = sum(map(Counter, others), Counter[int]())
+        if self._group.size > 1:
+            others = self._group.settle(dict(self.peak_kept))
+            self._elsewhere = sum(map(Counter, others), Counter[int]())
 
     def check(self) -> None:
         """Check the workers. Raises InputError if one has ended, or is in another process."""
@@ -163,8 +164,7 @@ class BatchRun(Generic[W]):
 
     def _start(self, step: int, work: Callable[[Driver], None]) -> None:
         """Submit a step to every worker; each device reports when it has left its list. Raises
-        InputError like ``check`` before anything starts."""
-        self.check()
+        InputError like ``check``."""
         self._channels.start()
         for driver, worker in zip(self._drivers, self._workers, strict=True):
             worker.submit(functools.partial(self._drive, driver, step, work))
@@ -263,7 +263,7 @@ class BatchRun(Generic[W]):
     def _lost(self, cause: BaseException, when: str) -> DeviceError | None:
         """Give up if a device reports a failure late, and return the error, else None. Rolling back
         may fail, too, then."""
-        late = explained_late(cause, when, self._backend)
+        late = self._backend.late(cause, when)
         if late is not None:
             with suppress(Exception):
                 self._give_up()
@@ -339,7 +339,7 @@ class FlushedRun(BatchRun[LiveWeights]):
                 if self.committed:
                     error.add_note("all stages have updated, and the step counts")
                     raise
-                late = explained_late(error, "a step began or ended", self._backend)
+                late = self._backend.late(error, "a step began or ended")
                 self._leave(late or error)
                 if late is not None:
                     raise late from error
@@ -351,16 +351,9 @@ class FlushedRun(BatchRun[LiveWeights]):
         return returned
 
     def _commit(self) -> None:
-        self.weights.commit(self._written(), self._gradients())
+        self.weights.commit(self._written(), self.gradients())
         self.committed = True
         self._group.kept += 1
-
-    def take_gradients(self) -> dict[str, Tensor]:
-        """Return the summed gradients by name in the model, and keep them out of ``.grad``."""
-        gradients = self.weights.named(self._gradients())
-        for machine in self.machines:
-            machine.store.gradients.clear()
-        return gradients
 
     def _run_lists(self, driver: Driver) -> None:
         """Run a worker's devices to the ends of their lists or their next pauses."""
@@ -414,5 +407,6 @@ class FlushedRun(BatchRun[LiveWeights]):
     def _written(self) -> dict[str, Tensor]:
         return {n: value for m in self.machines for n, value in m.store.state.items()}
 
-    def _gradients(self) -> dict[int, list[Tensor | None]]:
+    def gradients(self) -> dict[int, list[Tensor | None]]:
+        """Stage → the sums of its parameters' gradients."""
         return {s: g for m in self.machines for (s, _), g in m.store.gradients.items()}

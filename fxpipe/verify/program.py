@@ -14,7 +14,6 @@ from fxpipe.torchtools.state import without_collection
 from fxpipe.verify.alone import opcodes_of
 from fxpipe.verify.channels import Transfers
 from fxpipe.verify.plan import edge_faults
-from fxpipe.verify.resources import misused
 from fxpipe.verify.run import AbstractRun, missing
 from fxpipe.verify.tasks import ascending, complete, counts_faults
 
@@ -54,7 +53,9 @@ def _faults(program: Program, channel: int | None) -> list[Fault]:
             together = Parts.run_together.find(f"program {program.name!r}")
             faults.extend(together(window))
         faults.extend(ascending(window))
-        faults.extend(ran.fault(*place, *wrong) for place, wrong in misused(ran))
+        if Parts.misused.there and not program.opcodes <= ins.OPCODES.keys():
+            misused = Parts.misused.find()(ran)
+            faults.extend(ran.fault(*place, *wrong) for place, wrong in misused)
     faults.extend(ran.faults())
     if "lower" in program.passes:
         faults.extend(_meetings(program))

@@ -42,13 +42,10 @@ def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> 
     return _LazyModule(root, graph, name)
 
 
-def copied(traced: Traced, copies: dict[fx.Node, fx.Node] | None = None) -> Traced:
-    """A copy of a graph, for a pass to change: passes do not change what they are given.
-
-    Each node's copy is noted in ``copies``.
-    """
+def copied(traced: Traced) -> Traced:
+    """A copy of a graph, for a pass to change: passes do not change what they are given."""
     graph = fx.Graph()
-    graph.output(graph.graph_copy(traced.graph, {} if copies is None else copies))
+    graph.output(graph.graph_copy(traced.graph, {}))
     return replace(traced, module=lazy_module(traced.module, graph))
 
 

@@ -146,16 +146,11 @@ def cut_at(
             raise PartitionError(_nothing_of(name, nodes))
         while place and nodes[place - 1] in constant:  # made for this use, perhaps elsewhere
             place -= 1
-        if cuts and place == cuts[-1]:
+        if cuts and place <= cuts[-1]:
             raise PartitionError(
-                f"the cuts at {at[len(cuts) - 1]!r} and at {name!r} are one and the same, and "
-                "a stage between them would be empty; name another one"
-            )
-        if cuts and place < cuts[-1]:
-            raise PartitionError(
-                f"a cut at {name!r} after the one at {at[len(cuts) - 1]!r} would make an edge run "
-                f"backward, because {name!r} runs earlier; name the cuts in the order in which "
-                "they run"
+                f"the cut at {name!r} does not come behind the one at {at[len(cuts) - 1]!r}, so "
+                "that a stage between them would be empty, or an edge run backward; name the cuts "
+                "in the order in which they run"
             )
         if why := _why_not(runs, nodes, place):
             raise PartitionError(f"no stage can begin at {name!r}: {why}")

@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,15 @@ from fxpipe.passes.tracing.capturing import capturing
 from fxpipe.passes.tracing.explain import BackwardError
 from fxpipe.passes.tracing.halves import Halves
 from fxpipe.passes.tracing.loss_module import LossModule, own_loss
-from fxpipe.passes.tracing.tracer import UntracedCalls
 from fxpipe.torchtools.pytrees import taken_apart, together
 from fxpipe.torchtools.state import on_fakes
+
+
+class UntracedCalls(Protocol):
+    """The calls, in a run of a model, of submodules that its graph is to call as they are."""
+
+    def opaque(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, each of these calls is one operation, for the model to be traced."""
 
 
 def capture(

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from fxpipe.errors import TraceError, told, way_out
 from fxpipe.torchtools import source
-
-aten = torch.ops.aten
-
-_VALUES = "compute it with torch.where or masks"
-_BEYOND_TORCH = "compute it with PyTorch's own operations"
-_CONSTRUCTS: Sequence[tuple[str, str, str]] = (
-    (r"\.item\(|\bfloat\(|\bint\(|\bbool\(", "a number read from a tensor's values", _VALUES),
-    (r"\.tolist\(", "numbers read from a tensor's values", _VALUES),
-    (r"\.numpy\(|\bnp\.|\bnumpy\.", "a NumPy array made of a tensor", _BEYOND_TORCH),
-    (r"\bwhile\b", "a loop whose length depends on a tensor's values", _VALUES),
-    (r"\bif\b|\bassert\b|\band\b|\bor\b|\bnot\b", "a branch on the values of a tensor", _VALUES),
-    (r"\bfor\b", "a loop over the values of a tensor", _VALUES),
-    (
-        r"\[.*\]|nonzero|masked_select|unique|bincount",
-        "a shape that depends on a tensor's values",
-        _VALUES,
-    ),
-)
-"""Pattern of a line whose outcome depends on values → what it is called, and the cure."""
 
 _ON_VALUES = (
     "DataDependent",
@@ -64,11 +43,11 @@ def untraceable(model: nn.Module, error: Exception) -> TraceError:
     whole = told(error)
     summary = whole.splitlines()[0]
     if on_values(error):
-        construct, cure = _construct(where)
-        reason = f"{construct}: what it computes depends on the values of a tensor"
+        reason = "what it computes depends on the values of a tensor"
+        cure = "compute it with torch.where or masks"
     elif any(word in whole for word in _OUTSIDE):
-        construct, cure = _construct(where)
-        reason = f"{construct}: {summary[:200]}"
+        reason = f"it makes a NumPy array of a tensor: {summary[:200]}"
+        cure = "compute it with PyTorch's own operations"
     elif "mutating a non-functional tensor" in whole:
         reason = "it writes into a tensor that is no buffer of the model"
         cure = "register it (register_buffer), and write the buffer in place"
@@ -100,12 +79,3 @@ def _error(
     where = f"{where or name} ({reason})"
     out = way_out(submodules[-1] if submodules else "")
     return TraceError(f"{name} cannot be traced at {where}; {cure}, or {out}", where, submodules)
-
-
-def _construct(where: str) -> tuple[str, str]:
-    """What cannot be traced in a line, and what to do instead."""
-    code = where.partition(": ")[2]
-    for pattern, construct, cure in _CONSTRUCTS:
-        if re.search(pattern, code):
-            return construct, cure
-    return "control flow that depends on data", _VALUES

@@ -209,8 +209,16 @@ def test_a_part_of_a_compiled_model_and_its_whole_are_refused(which: str) -> Non
         (2, ["midle"], ["no submodule 'midle': did you mean 'middle'"]),
         (2, ["zzz"], ["no submodule 'zzz': the known ones are 'first', 'first.0'"]),
         (2, ["middle", "last"], ["names 2 cuts, which make 3 stages, for 2 devices; name 1"]),
-        (3, ["last", "middle"], ["'middle' after the one at 'last'", "edge run backward", "order"]),
-        (3, ["middle", "middle.0"], ["'middle' and at 'middle.0' are one and the same"]),
+        (
+            3,
+            ["last", "middle"],
+            ["'middle' does not come behind the one at 'last'", "order"],
+        ),
+        (
+            3,
+            ["middle", "middle.0"],
+            ["'middle.0' does not come behind the one at 'middle'"],
+        ),
         (2, ["first"], ["no stage can begin at 'first': nothing runs before it; cut further on"]),
     ],
     ids=str,

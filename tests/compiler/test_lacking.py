@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpipe.compiler.lacking import Doing, naming_lacks
+from fxpipe.compiler.lacking import naming_lacks
 from fxpipe.compiler.options import Options
 from fxpipe.errors import DeviceMemoryError, InputError
 from fxpipe.schedules import gpipe
@@ -22,14 +22,15 @@ def options(*devices: torch.device) -> Options:
     )
 
 
-def told(error: Exception, doing: Doing, *devices: torch.device) -> DeviceMemoryError:
-    with pytest.raises(DeviceMemoryError) as raised, naming_lacks(options(*devices), doing):
+def told(error: Exception, compiling: bool, *devices: torch.device) -> DeviceMemoryError:
+    inside = naming_lacks(options(*devices), compiling=compiling)
+    with pytest.raises(DeviceMemoryError) as raised, inside:
         raise error
     return raised.value
 
 
 def test_while_compiling_the_first_device_lacks_it() -> None:
-    error = told(torch.OutOfMemoryError("no memory"), "compile", *CUDA)
+    error = told(torch.OutOfMemoryError("no memory"), True, *CUDA)
     assert error.device == 0 and error.stage is None
     assert "(cuda:0) has no memory left to compile the model" in str(error)
     assert "more micro-batches" in str(error)
@@ -39,24 +40,20 @@ def test_tensors_that_go_to_a_device_name_its_stage() -> None:
     cause = torch.OutOfMemoryError("no memory")
     lack = source.Lack(CUDA[1], cause)
     lack.__cause__ = cause
-    for doing in ("compile", "move"):  # what compiling moves is no operation of the model
-        error = told(lack, doing, *CUDA)
+    for compiling in (True, False):  # what compiling moves is no operation of the model
+        error = told(lack, compiling, *CUDA)
         assert (error.device, error.stage) == (1, 1)
         assert "(cuda:1), stage 1, has no memory left for its parameters" in str(error)
         assert "memory_limits=" in str(error) and error.__cause__ is cause
 
 
-def test_what_is_loaded_is_told_apart() -> None:
-    assert "for what is loaded" in str(told(torch.OutOfMemoryError("no"), "load", *CUDA))
-
-
 def test_cpu_devices_share_the_memory_of_the_host() -> None:
-    error = told(MemoryError(), "move", CPU, CPU)
+    error = told(MemoryError(), False, CPU, CPU)
     assert str(error).startswith("the host has no memory left") and error.stage is None
 
 
 def test_other_errors_stay_as_they_are() -> None:
     for error in (InputError("give another"), ZeroDivisionError()):
-        with pytest.raises(type(error)) as raised, naming_lacks(options(CPU), "compile"):
+        with pytest.raises(type(error)) as raised, naming_lacks(options(CPU)):
             raise error
         assert raised.value is error

@@ -50,7 +50,8 @@ class Gone(importlib.abc.MetaPathFinder):
 
 
 SHARED = {
-    f"fxpipe.extensions.{name}" for name in ("attributes", "shares", "sums", "tables", "tasks")
+    f"fxpipe.extensions.{name}"
+    for name in ("attributes", "shares", "shown", "sums", "tables", "tasks")
 }
 """What extensions share, which is none of them."""
 

@@ -88,7 +88,7 @@ def test_the_warning_has_the_line_the_share_and_what_to_write_once(
     (record,) = caplog.records
     said = record.getMessage()
     experts, head = 2 * 2 * (4 + 2), 20 * 3
-    assert "cannot be traced at model.py:5. 'first', 'second' are therefore called" in said
+    assert "cannot be traced at model.py:5. So this is called as it is: 'first', 'second'," in said
     assert f"{100 * experts / (experts + head):.0f} % of the parameters" in said
     assert "fxpipe.LeafModules('first', 'second')" in said
 

@@ -14,7 +14,7 @@ from fxpipe.compiler.leaf_modules.extension import LeafModules
 from fxpipe.compiler.leaf_modules.nodes import LeafBackward, LeafForward, Look, with_needs
 from fxpipe.compiler.leaf_modules.trial import Trial
 from fxpipe.errors import InputError, TraceError
-from fxpipe.passes.tracing.tracer import UntracedCalls
+from fxpipe.passes.tracing.capture import UntracedCalls
 
 
 class Leaf(nn.Module):

@@ -128,7 +128,7 @@ def test_the_smallest_submodule_that_can_be_called_is_and_a_warning_says_so(
     inside, every = (
         sum(p.numel() for p in module.parameters()) for module in (model.get_submodule(leaf), model)
     )
-    assert f" is therefore called as it is, with {100 * inside / every:.0f} % of the" in message
+    assert f" is called as it is: {leaf!r}, with {100 * inside / every:.0f} % of the" in message
     assert f", which leaves {100 - 100 * inside / every:.0f} % of them to cut" in message
 
 
@@ -185,7 +185,7 @@ def test_submodules_of_one_class_become_leaves_at_once(
     # batch, and those of a partial one
     assert traces == ["Around"] * 4
     (message,) = messages
-    assert "4 submodules, 'inner.0.1' …, are therefore called as they are" in message
+    assert "called as it is: 'inner.0.1', 'inner.1.1', 'inner.2.1', …, with" in message
     assert "fxpipe.LeafModules(Does)" in message
 
 

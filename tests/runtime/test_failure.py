@@ -11,7 +11,7 @@ import torch
 from fxpipe.errors import DeviceMemoryError, ExecutionError
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
-from fxpipe.runtime.failure import explained_failure, explained_late, running, whereabouts
+from fxpipe.runtime.failure import explained_failure, running, whereabouts
 from fxpipe.schedules import gpipe, inference
 from tests.helpers.plans import chain_program
 
@@ -69,10 +69,3 @@ def test_where_a_device_was_is_told_in_words() -> None:
         f"device 0 was at instruction {machine.position}, update s0 v0 -> v1"
     )
     assert whereabouts(at(PROGRAM, 0, ins.Pause)) == "device 0 was done"
-
-
-def test_only_what_a_device_reports_late_is_told_as_late() -> None:
-    backend: Any = SimpleNamespace(is_late=lambda error: isinstance(error, RuntimeError))
-    assert explained_late(ValueError(), "a step began", backend) is None
-    late = explained_late(RuntimeError("device-side assert"), "a step began", backend)
-    assert late is not None and late.device == -1 and "CUDA_LAUNCH_BLOCKING=1" in str(late)

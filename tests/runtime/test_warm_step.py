@@ -88,11 +88,13 @@ def test_a_step_like_an_earlier_one_goes_straight_through(dispatch: Any) -> None
             extensions=[fxpipe.Dispatch(dispatch)],
         ) as pipe,
     ):
-        pipe.step(x, target=y)
+        for _ in range(2):  # the first one compiles, and is compared with the joined outputs
+            pipe.step(x, target=y)
         entered.on = True
         pipe.step(x, target=y)
         entered.on = False
     assert "fxpipe/runtime/interpreter.py" in entered.files
     assert "fxpipe/kernels/graph.py" in entered.files
+    assert len(entered.files) <= 28, sorted(entered.files)
     returns = [folder for i, folder in enumerate(entered.way) if folder in entered.way[:i]]
     assert entered.way[0] == "fxpipe" and len(returns) <= 2, entered.way

@@ -100,8 +100,13 @@ def plain() -> list[float]:
     [
         ("compile", 0, None, ["device 0 (cuda:0) has no memory left to compile", "micro-batches"]),
         ("move", 1, 1, ["device 1 (cuda:1), stage 1,", "parameters and buffers", "partition"]),
-        ("weights", 1, 1, ["device 1 (cuda:1), stage 1,", "what is loaded", "partition"]),
-        ("checkpoint", 1, 1, ["device 1 (cuda:1), stage 1,", "what is loaded", "partition"]),
+        ("weights", 1, 1, ["device 1 (cuda:1), stage 1,", "state of their optimizer", "partition"]),
+        (
+            "checkpoint",
+            1,
+            1,
+            ["device 1 (cuda:1), stage 1,", "state of their optimizer", "partition"],
+        ),
     ],
 )
 def test_a_lack_of_memory_outside_of_a_step_names_the_stage_and_can_be_mended(

@@ -158,22 +158,19 @@ class Leaves:
             names = [name for name in new if self.unasked[name] == where]
             kinds = sorted({type(self.called[name]).__name__ for name in names})
             share = _share(self.model, [self.called[name] for name in names])
-            few, listed = len(names) <= 3, ", ".join(map(repr, names))
+            listed = ", ".join(map(repr, names)) if len(names) <= 3 else ", ".join(kinds)
             LOGGER.warning(
-                "%s cannot be traced at %s. %s therefore called as %s, with %s of the parameters: "
-                "no cut falls into %s, which leaves %s of them to cut, and %s. "
+                "%s cannot be traced at %s. So this is called as it is: %s, with %s of the "
+                "parameters: no cut falls into it, which leaves %s of them to cut, and %s. "
                 "compile(..., extensions=[fxpipe.LeafModules(%s)]) does the same without this "
                 "warning",
                 type(self.model).__name__,
                 where,
-                f"{listed if few else f'{len(names)} submodules, {names[0]!r} …,'} "
-                + ("is" if len(names) == 1 else "are"),
-                "it is" if len(names) == 1 else "they are",
+                ", ".join(map(repr, names[:3])) + ", …" * (len(names) > 3),
                 _percent(share),
-                "it" if len(names) == 1 else "them",
                 _percent(100 - share),
                 _COST,
-                listed if few else ", ".join(kinds),
+                listed,
             )
 
 

@@ -39,17 +39,11 @@ _MISSING = object()
 
 
 class _Kept(NamedTuple):
-    """Something that is kept.
-
-    Attributes:
-        name: an expression for it.
-        same: whether it is as it was.
-        put_back: makes it so.
-    """
+    """Something that is kept: an expression for it, whether it is as it was, what makes it so."""
 
     name: str
     same: Callable[[], bool]
-    put_back: Callable[[], None]
+    put_back: Callable[[], object]
 
 
 class Held:
@@ -95,10 +89,19 @@ class Held:
                 yield from ((name, each) for each in (value.func, value.args, value.keywords))
             case tuple() | frozenset():
                 yield from ((f"{name}[{i}]", each) for i, each in enumerate(value))
-            case list() | deque():
-                yield from self._list(name, value)
+            case list() if len(value) > _LONG:
+                long = len(value)
+                self._note(name, lambda: len(value) <= long, lambda: _fill(value, value[:long]))
+            case list() | deque() if len(value) <= _LONG:
+                items = [*value]
+                same: Callable[[], bool] = lambda: (  # noqa: E731
+                    len(value) == len(items) and all(map(_alike, value, items))
+                )
+                self._note(name, same, lambda: _fill(value, items))
+                yield from ((f"{name}[{i}]", each) for i, each in enumerate(items))
             case set() if len(value) <= _LONG:
-                self._note(name, value, {*value}, set.__eq__, _fill_set)
+                members = {*value}
+                self._note(name, lambda: bool(value == members), lambda: _fill(value, members))
             case dict() if len(value) <= _LONG:
                 yield from self._items(f"{_escaped(name)}[{{!r}}]", value, [*value], whole=True)
             case nn.Module() | object(__dict__=dict()) if _is_entered(value):
@@ -108,9 +111,9 @@ class Held:
     def _function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            content = _content(cell)
-            self._note(name, cell, content, _is_content, _fill_cell)
-            yield name, content
+            if (content := _content(cell)) is not _MISSING:
+                self._cell(name, cell, content)
+                yield name, content
         yield from ((code.co_name, each) for each in function.__defaults__ or ())
         names = {name for each in _codes(code) for name in each.co_names}
         own = function.__globals__
@@ -126,21 +129,20 @@ class Held:
         """Keep these entries of a mapping; if it is kept as a whole, there are to be no others."""
         before = {key: held[key] for key in keys}
         if whole:
-            self._note(form.format("…"), held, before, _has_keys, _drop_others)
+            name = form.format("…")
+            self._note(name, lambda: held.keys() <= before.keys(), lambda: _drop(held, before))
         for key, value in before.items():
-            name = form.format(key)
-            entry = (held, key)
-            self._note(name, entry, value, _is_entry, _fill_entry)
+            self._entry(name := form.format(key), held, key, value)
             if type(value) not in _PLAIN:
                 yield name, value
 
-    def _list(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if len(value) > _LONG:
-            self._note(name, value, len(value), lambda x, n: len(x) <= n, _shorten)
-            return
-        content = [*value]
-        self._note(name, value, content, _has_content, _fill_list)
-        yield from ((f"{name}[{i}]", each) for i, each in enumerate(content))
+    def _entry(self, name: str, held: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        same: Callable[[], bool] = lambda: _alike(held.get(key, _MISSING), value)  # noqa: E731
+        self._note(name, same, lambda: held.__setitem__(key, value))
+
+    def _cell(self, name: str, cell: Any, content: Any) -> None:
+        same: Callable[[], bool] = lambda: _alike(_content(cell), content)  # noqa: E731
+        self._note(name, same, lambda: setattr(cell, "cell_contents", content))
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
         size = size_in_bytes(tensor)
@@ -148,17 +150,10 @@ class Held:
             return
         self._left -= size
         version, before = tensor._version, tensor.detach().clone()
-        self._note(name, tensor, (version, before), _is_version, _fill_tensor)
+        self._note(name, lambda: tensor._version == version, lambda: _write(tensor, before))
 
-    def _note(
-        self,
-        name: str,
-        where: Any,
-        before: Any,
-        same: Callable[[Any, Any], bool],
-        fill: Callable[[Any, Any], None],
-    ) -> None:
-        self._kept.append(_Kept(name, partial(same, where, before), partial(fill, where, before)))
+    def _note(self, name: str, same: Callable[[], bool], put_back: Callable[[], object]) -> None:
+        self._kept.append(_Kept(name, same, put_back))
 
 
 def _is_own(file: str, module: object) -> bool:
@@ -203,61 +198,20 @@ def _content(cell: Any) -> Any:
         return _MISSING
 
 
-def _is_content(cell: Any, before: Any) -> bool:
-    return _alike(_content(cell), before)
-
-
-def _fill_cell(cell: Any, before: Any) -> None:
-    if before is _MISSING:
-        del cell.cell_contents
-    else:
-        cell.cell_contents = before
-
-
-def _has_keys(held: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return held.keys() <= before.keys()
-
-
-def _drop_others(held: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:
+def _drop(held: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Drop the entries that were not there before."""
     for key in [key for key in held if key not in before]:
         del held[key]
 
 
-def _is_entry(entry: tuple[Mapping[Any, Any], Any], before: Any) -> bool:
-    held, key = entry
-    return _alike(held.get(key, _MISSING), before)
-
-
-def _fill_entry(entry: tuple[MutableMapping[Any, Any], Any], before: Any) -> None:
-    held, key = entry
-    held[key] = before
-
-
-def _has_content(value: Any, before: list[Any]) -> bool:
-    return len(value) == len(before) and all(map(_alike, value, before))
-
-
-def _fill_list(value: Any, before: list[Any]) -> None:
+def _fill(value: Any, items: Any) -> None:
+    """Let a list, deque or set have these items."""
     value.clear()
-    value.extend(before)
+    (value.update if isinstance(value, set) else value.extend)(items)
 
 
-def _shorten(value: Any, length: int) -> None:
-    while len(value) > length:
-        value.pop()
-
-
-def _fill_set(value: set[Any], before: set[Any]) -> None:
-    value.clear()
-    value.update(before)
-
-
-def _is_version(tensor: Tensor, before: tuple[int, Tensor]) -> bool:
-    return tensor._version == before[0]
-
-
-def _fill_tensor(tensor: Tensor, before: tuple[int, Tensor]) -> None:
+def _write(tensor: Tensor, before: Tensor) -> None:
     with torch.no_grad():
-        if tensor.shape != before[1].shape:
-            tensor.resize_(before[1].shape)
-        tensor.copy_(before[1])
+        if tensor.shape != before.shape:
+            tensor.resize_(before.shape)
+        tensor.copy_(before)

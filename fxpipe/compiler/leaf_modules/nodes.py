@@ -24,6 +24,7 @@ from fxpipe.compiler.leaf_modules.draws import SeededDraws, draw_from
 from fxpipe.compiler.leaf_modules.nests import Nest
 from fxpipe.errors import InputError, TraceError, told
 from fxpipe.ir.called import Called
+from fxpipe.kernels.graph import same_order
 from fxpipe.torchtools import source as lines
 from fxpipe.torchtools.pytrees import memory
 from fxpipe.torchtools.state import Autocasts, uncached, under
@@ -181,7 +182,7 @@ class LeafForward(Called):
                     "depends on values; mark a module around it as the leaf, one that returns "
                     "tensors of one size"
                 )
-            if memory(x) in shared or not _is_laid_out(x, look.strides):
+            if memory(x) in shared or not same_order(x, look.strides):
                 x = laid_out(x, look.strides)
             shared.add(memory(x))
             results.append(x)
@@ -268,7 +269,7 @@ class LeafBackward(Called):
                 made.append(None if none else _zeros(look, source))
                 continue
             whole = gradient.untyped_storage().nbytes() == gradient.nbytes
-            if not whole or memory(gradient) in shared or not _is_laid_out(gradient, look.strides):
+            if not whole or memory(gradient) in shared or not same_order(gradient, look.strides):
                 gradient = laid_out(gradient, look.strides)
             shared.add(memory(gradient))
             made.append(gradient)
@@ -277,12 +278,6 @@ class LeafBackward(Called):
 
 def _zeros(look: Look, like: Tensor) -> Tensor:
     return like.new_empty_strided(look.shape, look.strides, dtype=look.dtype).zero_()
-
-
-def _is_laid_out(x: Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, those of dimensions of size 1 aside."""
-    pairs = zip(x.shape, x.stride(), strides, strict=True)
-    return all(size == 1 or has == wants for size, has, wants in pairs)
 
 
 def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.loss_weight.comparing import Sample, advice, difference_of
-from fxpipe.compiler.loss_weight.terms import Divisor, current_copy, loss_terms
+from fxpipe.compiler.loss_weight.terms import Divisor, current_copy
 from fxpipe.compiler.objective import Objective, Weighed, with_weights
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError
@@ -43,10 +43,6 @@ class Weighing:
         self.options = options
         self._told: set[str] = set()  # what was warned of
 
-    def terms(self, traced: Traced, split: Collection[int]) -> Sequence[Divisor | None]:
-        """The divisor of each term of a loss; see ``loss_terms``."""
-        return loss_terms(traced, split)
-
     def weighed(self, compiled: Compiled, micro: MicroBatches) -> Weighed:
         """The same call, with the weights of its micro-batches' losses. In a step, those of weight
         0 add no gradients.
@@ -56,12 +52,16 @@ class Weighing:
         ``Objective.weights``.
         """
         averages = self.options.objective.averages and self.replicas(compiled) == 1
-        if not averages or self._counts_others(compiled, len(micro)):
+        joins = not averages or self._counts_others(compiled, len(micro))
+        if joins:
             micro = self.joined(compiled, micro)
         weights = micro.weights
         if compiled.purpose == "step" and not isinstance(weights, Tensor) and not all(weights):
             compiled = discarding(compiled, weights)
-        return Weighed(compiled, micro, self._watch(compiled, micro))
+        watch = self._watch(compiled, micro)
+        if watch is None and not joins:
+            compiled.done.add("weighed")  # its samples alone count
+        return Weighed(compiled, micro, watch)
 
     def _watch(self, compiled: Compiled, micro: MicroBatches) -> Watch | None:
         """What compares the losses of a first step with that of the joined outputs."""

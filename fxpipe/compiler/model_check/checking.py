@@ -84,13 +84,16 @@ class Checking:
             "whole": options.whole,
             "apart": options.apart,
         }
-        left_out = f"the compiled {call.purpose} is not compared with the model, "
-        cure = "; compile a smaller one of its kind to check it"
-        if not options.whole and options.hollow:
-            size = bytes_text(options.hollow)
-            LOGGER.info("%swhich has %s, not all with data%s", left_out, size, cure)
-        elif not options.whole:
-            LOGGER.info("%swhich no rank's device holds as a whole%s", left_out, cure)
+
+        def left_out(why: str) -> None:
+            cure = "compile a smaller one of its kind to check it"
+            LOGGER.info(
+                "the compiled %s is not compared with the model, %s; %s", call.purpose, why, cure
+            )
+
+        if not options.whole:
+            size = bytes_text(options.hollow or options.size)
+            left_out(f"which has {size}, not all with data or on one device")
         compared = True
         with untouched(model), intra_op_threads(options.threads):
             try:
@@ -98,8 +101,7 @@ class Checking:
                     run_all((_CHECK,), facts)
             except Exception as error:
                 if options.apart and source.lacks_memory(error):
-                    why = f"for which {options.here} has no memory: {told(error)}"
-                    LOGGER.info("%s%s%s", left_out, why, cure)
+                    left_out(f"for which {options.here} has no memory: {told(error)}")
                     compared = False
                     outputs.clear()
                 elif not isinstance(error, TraceError):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ReferenceType
@@ -40,6 +41,7 @@ _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 """Python's own classes whose objects are entered."""
 OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe", "mpmath", "networkx", "sympy"))
 """Packages that are not entered."""
+_HOOKS, _LATE_HOOKS = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
 _MISSING = object()
 _ANY = object()
 """What any number is as good as."""
@@ -142,7 +144,7 @@ class StateSnapshot:
             new = _content(cell)
             if new is not value and _differ(new, value):
                 return False
-        return not any(map(hooked, self.parameters))
+        return not (any(map(_HOOKS, self.parameters)) or any(map(_LATE_HOOKS, self.parameters)))
 
     def _at(self, path: str, value: Any, place: NumberPlace | None = None) -> Any:
         """Note the value of an expression, and where it is. Its content is visited later. Returns

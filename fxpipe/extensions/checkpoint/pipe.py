@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fxpipe.compiler.lacking import naming_lacks
+from fxpipe.engine import Engine
 from fxpipe.extensions.checkpoint import file
 from fxpipe.extensions.checkpoint.content import Checkpoint
 from fxpipe.extensions.checkpoint.progress import restore_progress, taken
@@ -65,8 +66,17 @@ def restore(pipe: Pipeline, path: str | os.PathLike[str]) -> Any:
             Nothing has changed.
     """
     with pipe._group.calling("restore"):
-        pipe._engine.flush_unless_ended()
+        _ready(pipe._engine)
         return _go_on_from(pipe, file.read_checkpoint(path))
+
+
+def _ready(engine: Engine) -> None:
+    """Get ready for a checkpoint to be restored. Raises InputError if the pipe is closed."""
+    engine.check(restores=True)
+    if engine.progress.ended:
+        engine.in_flight = None
+    else:
+        engine.flush()
 
 
 @locked
@@ -166,7 +176,7 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
 
         if pipe._engine.beside is not None:
             pipe._engine.beside.wait()
-        pipe._engine.flush_unless_ended()
+        _ready(pipe._engine)
         there = pipe._group.exchange("folder", folders.exists(folder))
         if not must_exist and not any(there):
             return None
@@ -179,7 +189,7 @@ def load(pipe: Pipeline, folder: str | os.PathLike[str], *, must_exist: bool = T
 def _go_on_from(pipe: Pipeline, saved: Checkpoint) -> Any:
     saved = saved.changed(pipe._group.parted)
     homes, used = pipe._homes(), pipe._used().values() if pipe._options.hollow else ()
-    with naming_lacks(pipe._options, "load"), allocated(used, homes):
+    with naming_lacks(pipe._options), allocated(used, homes):
         restore_progress(pipe, saved)
     pipe._group.kept = 0
     return saved.extra

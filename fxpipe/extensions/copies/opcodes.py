@@ -115,12 +115,13 @@ class Add(_AtHome):
         return tuple([own_buffer("sums", self.stage, copy, self.batch) for copy in copies])
 
     def run(self, machine: Machine) -> None:
-        from fxpipe.kernels.graph import totalled
+        from fxpipe.kernels.graph import onto
 
         totals, state = machine.totals(self), machine.store.state
         for buffer in self.uses(machine.program):
             gradients, written = machine.store.values[buffer]
-            totals = totalled(totals, gradients)
+            pairs = zip(totals or [None] * len(gradients), gradients, strict=True)
+            totals = [onto(total, gradient) for total, gradient in pairs]
             for name, moments in written.items():  # only moments, see ``refuse_copied``
                 if name in state:
                     merged = Parts.merged_moments.find("deferred BatchNorm with copies")

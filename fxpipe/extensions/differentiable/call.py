@@ -120,7 +120,7 @@ class _Call:
                     totals[spec.name] = gradient if before is None else before + gradient
             _split(self.host, totals)
             with self.caller():
-                by_name = run.advance(lambda: {**self._to_inputs(), **run.take_gradients()})
+                by_name = run.advance(lambda: {**self._to_inputs(), **_taken(run)})
         if None in totals.values():
             used = [name for name, total in totals.items() if total is not None]
             flows = reached(self.compiled.traced, used)
@@ -246,3 +246,11 @@ class _Pipe(torch.autograd.Function):
             )
         call: _Call = ctx.call
         return call.backward(gradients)
+
+
+def _taken(run: FlushedRun) -> dict[str, Tensor]:
+    """The summed gradients of a run by name in the model, which are kept out of ``.grad``."""
+    gradients = run.weights.named(run.gradients())
+    for machine in run.machines:
+        machine.store.gradients.clear()
+    return gradients

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import InputError
-from fxpipe.progress import showing
+from fxpipe.extensions.status_line.line import showing
 
 DEFAULTS = {"devices": (2, 4, 8), "microbatches": (4, 8, 16)}
 

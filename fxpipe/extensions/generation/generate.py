@@ -115,7 +115,7 @@ def _prepared(pipe: Pipeline, caches: Any) -> Iterator[None]:
     """Inside, the model has the caches and is in eval mode, and all ranks draw the same numbers.
     Then all is as before."""
     model, guard, group = pipe._model, pipe._compiler._guard, pipe._group
-    number, modes = guard.present().number, {m: m.training for m in model.modules()}
+    number, modes = guard.present(), {m: m.training for m in model.modules()}
     with torch.random.fork_rng(devices=(), enabled=group.size > 1):
         try:
             if group.size > 1:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.extensions.shares import tell_shares
+from fxpipe.extensions.shown import predicted_peaks
 from fxpipe.extensions.tasks import tasks_of
 from fxpipe.ir.program import Program
 from fxpipe.locks import locked
@@ -165,7 +166,7 @@ def figures_of(pipe: Pipeline, meter: Meter) -> dict[str, float]:
     the last step for which the engine had the meter."""
     engine, shown, last = pipe._engine, pipe._calls.shown, pipe._calls.last
     if shown is not None and shown is not meter.compiled:
-        meter.compiled, meter.peaks = shown, engine.peaks(shown)
+        meter.compiled, meter.peaks = shown, predicted_peaks(engine, shown)
         meter.read.clear()
         meter.steps = 0
     found = meter.figures(pipe)

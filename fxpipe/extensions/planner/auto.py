@@ -144,7 +144,7 @@ class AutoCompiler(Compiler):
         decide = partial(self._decided, micro=micro, size=size, updates=updates)
         too_large: list[Predicted] = []
         best: Predicted | None = None
-        with self._compiling(f'{type(options.model).__name__} for schedule="auto"'):
+        with self.compiling(f'{type(options.model).__name__} for schedule="auto"'):
             for timetable, parts in attempts:
                 try:
                     best = decide(timetable, parts, too_large=too_large)

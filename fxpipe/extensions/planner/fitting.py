@@ -34,7 +34,10 @@ def fitting_advice(compiler: Compiler, micro: MicroBatches, kind: Kind) -> str:
     assert isinstance(auto, AutoCompiler)
     alike = [n for n in FAMILIES if find_recipe(n).place(len(given.devices)) == given.placement]
     auto.families = alike or FAMILIES[:1]
-    auto.plans.share_traces(compiler.plans)
+    # the traces of the same model and loss
+    auto.plans.front_end, auto.plans.proven = compiler.plans.front_end, compiler.plans.proven
+    auto.memo.share(compiler.memo, "trace", "shapes", "output dims")
+    auto.plans.sizes.share(compiler.plans.sizes)
     try:
         best = auto.best(micro, updates=kind.updates)
     except PartitionError as error:

@@ -30,6 +30,7 @@ from fxpipe.extensions.attributes import restoring
 from fxpipe.extensions.ranks.channels import PATIENCE, RankBackend
 from fxpipe.extensions.ranks.group import RankGroup, text_digest
 from fxpipe.extensions.ranks.owned import Owned, owned
+from fxpipe.extensions.ranks.part import refuse_state, refusing
 from fxpipe.extensions.ranks.program import OwnProgram, devices_near
 from fxpipe.formatting import without_addresses
 from fxpipe.ir.plan import Plan, Stage
@@ -43,7 +44,6 @@ from fxpipe.text.plan import print_graph
 from fxpipe.text.program import list_lines
 from fxpipe.torchtools import allocator
 from fxpipe.torchtools.meta import become
-from fxpipe.torchtools.part import refuse_state
 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e-?\d+)?(?!\w)")
 
@@ -272,6 +272,9 @@ class Ranks(RankGroup):
         # the same on all ranks, so that they compile alike
         options.__dict__["hollow"] = options.size
         allocator.give_back()
+
+    def attribute(self, model: nn.Module, found: Any) -> Any:
+        return refusing(model, found)
 
     def away(self, options: Options, compiled: Compiled) -> frozenset[str]:
         if not self._shards:

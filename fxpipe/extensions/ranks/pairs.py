@@ -31,9 +31,9 @@ from fxpipe.errors import RankError, told
 from fxpipe.extensions.ranks.group import RankGroup
 from fxpipe.extensions.ranks.meeting import OverError, Patient, interruptibly, within
 from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.ranks.transport import Direction, MakeTransport, Pending, Transport
 from fxpipe.extensions.ranks.tree import poison
 from fxpipe.parts import Parts
-from fxpipe.runtime.transport import Direction, MakeTransport, Pending, Transport
 from fxpipe.signals import raise_held
 
 ABORTING = 30.0

@@ -17,6 +17,7 @@ from fxpipe.compiler.options import Options
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
 from fxpipe.extensions.shares import tell_shares
+from fxpipe.extensions.shown import is_serial
 from fxpipe.extensions.simulator import Simulation, simulate
 from fxpipe.extensions.simulator.away import away_costs
 from fxpipe.extensions.simulator.costs import (
@@ -30,6 +31,7 @@ from fxpipe.extensions.simulator.costs import (
     measured_costs,
 )
 from fxpipe.extensions.simulator.held import plan_sizes
+from fxpipe.extensions.simulator.later import measured_call
 from fxpipe.extensions.simulator.measured import measured_run
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.ir.plan import Plan
@@ -76,14 +78,14 @@ def simulate_pipe(
     Raises:
         InputError: nothing is compiled or measured yet, or an argument does not fit.
     """
-    compiled, options = pipe._calls.measured(), pipe._options
+    compiled, options = measured_call(pipe), pipe._options
     found = predict_step(
         compiled.plan,
         compiled.whole(),
         held(pipe, compiled),
         costs or _profiled(pipe, compiled),
         links=links or (None if costs else given_links(options)),
-        serial=not costs and pipe._engine.serial(compiled),
+        serial=not costs and is_serial(pipe._engine, compiled),
         steps=steps,
         away=None if options.costs is None else (options.costs.host,) * 2,
     )
@@ -135,14 +137,14 @@ def profile_pipe(
             for _ in range(steps):
                 calls.step(args, kwargs, target, return_output=False)
         compiled = calls.compiled()
-        sizes, serial = held(pipe, compiled), engine.serial(compiled)
-        measured = measured_run(compiled.whole(), steps, times, sizes, serial=serial)
+        sizes, serial = held(pipe, compiled), is_serial(engine, compiled)
+        found = measured_run(compiled.whole(), steps, times, sizes, serial=serial)
         # all replicas predict with the times of the first
-        taught = options.group.share("the times of tasks", lambda: [*measured.costs.items()])
+        taught = options.group.share("the times of tasks", lambda: [*found.costs.items()])
         known = {(x, stage): time for (x, stage), time in taught}
         _PROFILED[pipe] = compiled.program, compiled.samples, known
-        tell_shares(pipe, compiled, measured.tasks)
-    return replace(measured, slices=compiled.schedule.slices)
+        tell_shares(pipe, compiled, found.tasks)
+    return replace(found, slices=compiled.schedule.slices)
 
 
 @locked

@@ -8,6 +8,7 @@ from itertools import takewhile
 from torch import nn
 
 from fxpipe.compiler.compiled import Compiled
+from fxpipe.extensions.shown import is_serial, predicted_peaks
 from fxpipe.extensions.tables import (
     SERIAL,
     count_text,
@@ -21,6 +22,7 @@ from fxpipe.formatting import bytes_text
 from fxpipe.ir.plan import Plan, Stage
 from fxpipe.kernels.graph import is_compiled
 from fxpipe.passes.partition.work import StageLoad
+from fxpipe.pipeline import Pipeline
 
 _MODULES = 12
 """The most modules of a stage that are named, where runs of numbers count once."""
@@ -34,6 +36,18 @@ _LEGEND = (
     "stages; skips: bytes sent to later stages than the next; memory: the most that the stage's "
     "device holds at once in a step, predicted"
 )
+
+
+def pipeline_table(pipe: Pipeline) -> str:
+    """The table of a pipe."""
+    shown, engine, options = pipe._calls.shown, pipe._engine, pipe._options
+    places = options.group.places or [*map(str, pipe.devices)]
+    peaks = None  # nothing is known of the memory of a pipe that has ended
+    if shown is not None and not engine.progress.ended:
+        peaks = predicted_peaks(engine, shown)
+    serial = shown is not None and is_serial(engine, shown)
+    loads = pipe._compiler.loads
+    return stage_table(options.model, shown, places, loads, peaks, options.replicas, serial)
 
 
 def stage_table(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fxpipe.compiler.options import Options
+from fxpipe.errors import DeviceError, told
 from fxpipe.extensions.streams.lanes import ALONE, Lanes
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
@@ -249,8 +250,21 @@ class StreamBackend(Backend):
         devices = dict.fromkeys(lanes.device for lanes in self.lanes)
         return {str(device): kind_of(device).generator(device) for device in devices}
 
-    def is_late(self, error: BaseException) -> bool:
-        return self.lanes[0].kind.is_late(error)
+    def late(self, error: BaseException, when: str) -> DeviceError | None:
+        if not self.lanes[0].kind.is_late(error):
+            return None
+        return DeviceError(
+            f"when {when}, a device reported that an instruction launched earlier had failed "
+            f"({told(error)}), and does not say which. Run it again with launches that wait, on "
+            "CUDA with the environment variable CUDA_LAUNCH_BLOCKING=1: then the error names the "
+            "instruction. All that this process had on the device is lost: start it again, from "
+            "the last checkpoint",
+            device=-1,
+            instruction="",
+            stage=None,
+            microbatch=None,
+            source="",
+        )
 
 
 def backend(options: Options) -> StreamBackend:

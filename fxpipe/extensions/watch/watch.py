@@ -15,11 +15,11 @@ import torch
 from fxpipe.errors import FxpipeError, InputError
 from fxpipe.extensions.metrics.meter import Meter, figures_of
 from fxpipe.extensions.shares import tell_shares
+from fxpipe.extensions.status_line.line import OneLine, erases
 from fxpipe.extensions.watch.flops import flops_of
 from fxpipe.formatting import bytes_text
 from fxpipe.log import LOGGER
 from fxpipe.pipeline import Pipeline
-from fxpipe.progress import OneLine, erases
 
 _T = TypeVar("_T")
 

@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
+from fxpipe.parts import Parts
 from fxpipe.runtime.group import Group
-from fxpipe.runtime.weights.coupled import warn_if_coupled
 from fxpipe.runtime.weights.live import Mark, differs, marked, setting_text, settings, unshared
 from fxpipe.runtime.weights.optimizer import GivenOptimizer, bring, refuse_step_hooks
 from fxpipe.torchtools.optimizers import Several, class_of, parts_of, with_given
@@ -92,7 +92,10 @@ class Optimizers:
             if name in self.others:
                 whole.state.pop(parameter, None)
         bring(whole)
-        warn_if_coupled(whole, len([*filter(None, stages)]))
+        # PyTorch's own update each parameter by itself
+        own_kinds = any(not type(p).__module__.startswith("torch.optim.") for p in parts_of(whole))
+        if own_kinds and (warn := Parts.coupled.get()) is not None:
+            warn(whole, len([*filter(None, stages)]))
         made = tuple(None if stage is None else self._given.of(stage) for stage in owned)
         self.made = made
         self._sent.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from fxpipe.errors import InputError
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.traced import Traced
+from fxpipe.parts import Parts
 from fxpipe.runtime.weights.optimizers import Optimizers
-from fxpipe.runtime.weights.true import true_weights
+from fxpipe.torchtools.optimizers import parts_of
 
 
 class Progress:
@@ -106,8 +107,12 @@ class Progress:
         return made
 
     def true_weights(self) -> AbstractContextManager[frozenset[Tensor]]:
-        """See ``true_weights``; while no batch is in flight."""
-        return true_weights(None if self.stages is None else self.stages.whole)
+        """Inside, where parameters hold something else than the weights, as an optimizer's
+        ``true_weights`` tells, they hold these; yields them. While no batch is in flight."""
+        whole = None if self.stages is None else self.stages.whole
+        if whole is None or not any(hasattr(part, "true_weights") for part in parts_of(whole)):
+            return nullcontext(frozenset[Tensor]())
+        return Parts.true_weights.find("true_weights() of an optimizer")(whole)
 
     def settings(self) -> list[str]:
         """The settings of the optimizer's groups, a line each, see ``Optimizers.lines``."""

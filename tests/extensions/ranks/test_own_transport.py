@@ -14,7 +14,7 @@ from torch.nn import functional
 import fxpipe
 from fxpipe import ExecutionError
 from fxpipe.extend import Extension
-from fxpipe.runtime.transport import Direction
+from fxpipe.extensions.ranks.transport import Direction
 from tests.helpers.failing import Beside
 from tests.helpers.ranks import DeviceMesh, on_ranks
 from tests.oracles import loop

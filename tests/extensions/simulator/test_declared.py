@@ -6,9 +6,9 @@ import pytest
 
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.schedules import one_f_one_b
+from tests.extensions.resources.test_resources import PROGRAM
 from tests.helpers.plans import chain
 from tests.verify.test_program import lowered
-from tests.verify.test_resources import PROGRAM
 
 pytestmark = pytest.mark.smoke
 

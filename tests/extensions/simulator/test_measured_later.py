@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 import fxpipe
 from fxpipe.compiler.placement import Placement
 from fxpipe.errors import InputError
+from fxpipe.extensions.shown import predicted_peaks
 from fxpipe.extensions.simulator.costs import measured_costs
 
 pytestmark = pytest.mark.models
@@ -161,7 +162,7 @@ def test_memory_is_predicted_before_times_are_known() -> None:
     with pipe_of(Middle()) as pipe:
         pipe.prepare(x, target=y)
         shown = pipe._calls.shown
-        peaks = pipe._engine.peaks(shown)
+        peaks = predicted_peaks(pipe._engine, shown)
         assert not shown.plan.stages[0].costs
         assert peaks == [memory.peak for memory in pipe.simulate().memory]
 

@@ -112,9 +112,9 @@ def counts_outside(self: Inner, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "construct"),
     [
-        (branches, "a branch on the values of a tensor"),
-        (loops, "a loop whose length depends on a tensor's values"),
-        (array, "a NumPy array made of a tensor"),
+        (branches, "what it computes depends on the values of a tensor"),
+        (loops, "what it computes depends on the values of a tensor"),
+        (array, "it makes a NumPy array of a tensor"),
     ],
 )
 def test_a_refusal_shows_the_line_the_construct_and_the_way_out(

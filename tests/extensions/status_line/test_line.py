@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import fxpipe
-from fxpipe import log, progress
+from fxpipe import extend, log
 from fxpipe.extend import Extension
+from fxpipe.extensions.status_line import line as progress
 from fxpipe.passes.runner import Pass
 from tests.helpers.tiny import soon
 
@@ -50,9 +51,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setattr(progress, "AFTER", 0.0)
     monkeypatch.setattr(progress, "_AGAIN", 0.001)
     monkeypatch.delenv("TERM", raising=False)
-    monkeypatch.setattr(
-        "fxpipe.progress.sys", SimpleNamespace(stderr=made)
-    )  # pytest sets sys's own
+    for module in (log, progress):  # pytest sets sys's own
+        monkeypatch.setattr(module, "sys", SimpleNamespace(stderr=made))
     return made
 
 
@@ -78,6 +78,7 @@ def compile_and_step(*extensions: Extension) -> None:
         pipe.step(X, target=X)
 
 
+@pytest.mark.smoke
 def test_the_line_says_what_is_compiled_and_which_pass_runs(terminal: Terminal) -> None:
     pattern = r"fxpipe compiles Sequential for a step of 8 samples: wait_a_while … \d+ s"
     waiting = Waiting(lambda: re.fullmatch(pattern, terminal.line) is not None)
@@ -124,6 +125,7 @@ def test_what_is_short_shows_nothing(terminal: Terminal, monkeypatch: pytest.Mon
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("where", ["file", "dumb", "closed", "none"])
 def test_nothing_is_written_where_no_line_can_be_erased(
     where: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +134,7 @@ def test_nothing_is_written_where_no_line_can_be_erased(
     if where == "dumb":
         monkeypatch.setenv("TERM", "dumb")
     if where == "none":
-        monkeypatch.setattr("fxpipe.progress.sys.stderr", None)
+        monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=None))
     before = threading.active_count()
     if where == "closed":
         terminal.close()
@@ -164,8 +166,8 @@ def test_the_first_rank_alone_shows_it(
             shown.append(line())
             return progress.showing(line)
 
-        monkeypatch.setattr(log, "showing", showing)
-        with pipe._compiler._compiling("something"):
+        monkeypatch.setitem(extend._REGISTRY["part"], "showing", showing)
+        with pipe._compiler.compiling("something"):
             pass
         monkeypatch.setattr(pipe._options.group, "rank", 0)
     assert shown == ["fxpipe compiles something"] * (rank == 0)

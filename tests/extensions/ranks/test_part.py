@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from fxpipe.errors import InputError
-from fxpipe.torchtools.part import refuse_state, refusing, state_in_part
+from fxpipe.extensions.ranks.part import refuse_state, refusing
+from fxpipe.torchtools.part import state_in_part
 
 
 class Model(nn.Module):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
+from fxpipe.compiler.compiler import CallKey, Change
 from fxpipe.log import LOGGER
 
 LAST = 10
@@ -14,55 +13,30 @@ MOST = 2
 """How many of them may compile: the first, and one for all that changes."""
 
 
-class CallKey(NamedTuple):
-    """Everything that the result of compiling a call depends on.
+class Recompiles:
+    """Counts the steps of a pipe that compile: those of ``numbers``, from 1, have."""
 
-    Attributes:
-        state: of the model, see ``Guard.state``; how often Python state has changed comes first.
-        batch: of its batch, see ``Reads.key``.
-        size: the samples in the batch.
-        others: what else is asked of the call.
-    """
-
-    state: tuple[Any, ...]
-    batch: tuple[Any, ...]
-    size: int
-    others: tuple[Any, ...]
-
-
-class Often:
-    """Counts the steps that compile."""
-
-    def __init__(self) -> None:
-        self._compiled: deque[bool] = deque(maxlen=LAST)
+    def __init__(self, numbers: Sequence[int] = ()) -> None:
+        self._numbers = [*numbers]
         self._told = False
 
-    def step(self, model: str, why: str) -> None:
-        """Note a step, and why it compiled, or "" if it did not."""
-        self._compiled.append(bool(why))
-        if why and not self._told and sum(self._compiled) > MOST:
+    def note(self, model: str, number: int, change: Change) -> None:
+        """Note that the step of this number compiled a model, and what had changed."""
+        self._numbers = [*(each for each in self._numbers if each > number - LAST), number]
+        if not self._told and len(self._numbers) > MOST:
             self._told = True
             LOGGER.warning(
                 "%d of the last %d steps compiled %s, which takes many times as long as a step; "
                 "the last time %s",
-                sum(self._compiled),
-                len(self._compiled),
+                len(self._numbers),
+                min(number, LAST),
                 model,
-                why,
+                why_compiled(*change),
             )
 
 
-def why_compiled(old: CallKey | None, new: CallKey, names: Sequence[str], changed: str) -> str:
-    """What differs between two calls, and what to do about it.
-
-    Args:
-        old: the call before; None if there was none.
-        new: the call that compiles.
-        names: the names of the leaves of its batch.
-        changed: the Python state that has changed last.
-    """
-    if old is None:
-        return "it was the first"
+def why_compiled(old: CallKey, new: CallKey, names: Sequence[str], changed: str) -> str:
+    """What differs between two calls, see ``Change``, and what to do about it."""
     if old.state[0] != new.state[0]:
         return (
             f"as {changed} had changed, which graphs hold as it was. If it is a number, keep it in "

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fxpipe.runtime.weights.live import settings
 from fxpipe.torchtools.accelerator import random_kept
-from fxpipe.torchtools.optimizers import class_of, copy_alone, parts_of
+from fxpipe.torchtools.optimizers import class_of, copy_alone
 from fxpipe.torchtools.source import users_level
 
 _STEPS = 2, 40
@@ -44,10 +44,7 @@ def warn_if_coupled(optimizer: Optimizer, stages: int) -> None:
 
 def is_coupled(optimizer: Optimizer) -> bool:
     """Whether the update of one parameter depends on the gradients of others, in a few steps of a
-    copy of the optimizer on small parameters. False if it cannot step these. PyTorch's own
-    optimizers update each parameter by itself."""
-    if all(type(part).__module__.startswith("torch.optim.") for part in parts_of(optimizer)):
-        return False
+    copy of the optimizer on small parameters. False if it cannot step these."""
     with random_kept(()), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
         for steps in _STEPS:
             alone, changes = _tried(optimizer, steps, 1.0)

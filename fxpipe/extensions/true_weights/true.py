@@ -19,7 +19,7 @@ from fxpipe.torchtools.optimizers import Several
 
 
 @contextmanager
-def true_weights(optimizer: Optimizer | None) -> Iterator[frozenset[Tensor]]:
+def true_weights(optimizer: Optimizer) -> Iterator[frozenset[Tensor]]:
     """Let parameters hold their true weights in the block, and yield those that it changes. What is
     written to one in the block is what it holds from then on, and its true weight.
 

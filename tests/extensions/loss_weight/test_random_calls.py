@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from fxpipe.compiler.loss_weight.extension import Weighted
+from fxpipe.extensions.loss_weight.weight import Weighted
 from tests.helpers.profiles import DEEP
 from tests.passes.graph.test_random_calls import Drawn, assert_equals_the_loop, drawn, tried
 

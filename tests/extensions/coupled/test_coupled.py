@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fxpipe.runtime.weights.coupled import is_coupled
+from fxpipe.extensions.coupled.warning import is_coupled
 from fxpipe.torchtools.optimizers import Several
 from tests.helpers.overlapping import MORE, OPTIMIZERS, compiled, make
 from tests.helpers.own_optimizers import Nesterov, Orthogonal, groups
@@ -82,6 +82,7 @@ def parameters() -> list[torch.nn.Parameter]:
     return [*make("mlp", 0, 1)[0].parameters()]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", [Estimating, Clipping])
 def test_an_update_that_depends_on_other_gradients_is_told(kind: Any) -> None:
     assert is_coupled(kind(parameters()))
@@ -108,6 +109,7 @@ def test_nothing_is_said_of_updates_that_depend_on_their_own_gradient(name: str)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.smoke
 def test_it_is_warned_of_once_and_stepped_by_hand_it_trains_as_in_the_loop() -> None:
     model, data = make("mlp", 4, 6)
     theirs = copy.deepcopy(model)

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.compiler.often import Often
+from fxpipe.compiler.compiler import CallKey, Change
+from fxpipe.extensions.recompiles.warning import Recompiles
 
-pytestmark = pytest.mark.traces
+pytestmark = [pytest.mark.traces, pytest.mark.smoke]
 
 
 class Net(nn.Module):
@@ -111,16 +112,18 @@ def test_what_the_warning_says_to_write_compiles_once(
 def test_the_first_two_compilations_of_ten_steps_are_told_to_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    often = Often()
-    for step in range(100):
-        often.step("Net", "it was the first" if step % 10 < 2 else "")
+    old, new = (CallKey((1,), (), size, ()) for size in (8, 7))
+    change = Change(old, new._replace(state=(2,)), ["x"], "model.scale")
+    recompiles = Recompiles([1])
+    recompiles.note("Net", 2, change)
+    for step in range(11, 101, 10):
+        recompiles.note("Net", step, change)
+        recompiles.note("Net", step + 1, change)
     assert not _warnings(caplog)
-    often.step("Net", "")
-    often.step("Net", "")
-    often.step("Net", "as x had another shape")
-    often.step("Net", "as x had another shape")
-    often.step("Net", "as x had another shape")
-    assert len(_warnings(caplog)) == 1
+    for step in (103, 104, 105):
+        recompiles.note("Net", step, change)
+    (told,) = _warnings(caplog)
+    assert "3 of the last 10 steps compiled Net" in told
 
 
 def test_sizes_that_one_graph_serves_are_no_compilations(

@@ -1,0 +1,1 @@
+"""A warning of optimizers that compute across parameters, where stages step by themselves."""

@@ -1,0 +1,1 @@
+"""Losses of micro-batches weighted by a function, for ``fxpipe.LossWeight``."""

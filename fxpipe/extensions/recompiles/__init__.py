@@ -1,0 +1,1 @@
+"""A warning, once, where steps compile again and again, which says what changes."""

@@ -1,0 +1,1 @@
+"""What a stage has besides buffers, verified to be there where instructions need it."""

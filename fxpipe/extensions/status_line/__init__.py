@@ -1,0 +1,1 @@
+"""One line on the terminal while something takes long."""

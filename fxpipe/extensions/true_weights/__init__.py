@@ -1,0 +1,1 @@
+"""True weights, which an optimizer tells where parameters hold something else."""
