@@ -2,7 +2,7 @@
 
 Each contender runs in its own processes, and they take turns step by step. If a contender cannot
 run a case, the report shows its error. Run it with ``make compare`` on an idle machine; it takes
-about four minutes.
+about ten minutes.
 """
 
 from __future__ import annotations

@@ -94,10 +94,11 @@ class Held:
                 self._note(name, lambda: len(value) <= long, lambda: _fill(value, value[:long]))
             case list() | deque() if len(value) <= _LONG:
                 items = [*value]
-                same: Callable[[], bool] = lambda: (  # noqa: E731
-                    len(value) == len(items) and all(map(_alike, value, items))
+                self._note(
+                    name,
+                    lambda: len(value) == len(items) and all(map(_alike, value, items)),
+                    lambda: _fill(value, items),
                 )
-                self._note(name, same, lambda: _fill(value, items))
                 yield from ((f"{name}[{i}]", each) for i, each in enumerate(items))
             case set() if len(value) <= _LONG:
                 members = {*value}
@@ -137,12 +138,18 @@ class Held:
                 yield name, value
 
     def _entry(self, name: str, held: MutableMapping[Any, Any], key: Any, value: Any) -> None:
-        same: Callable[[], bool] = lambda: _alike(held.get(key, _MISSING), value)  # noqa: E731
-        self._note(name, same, lambda: held.__setitem__(key, value))
+        self._note(
+            name,
+            lambda: _alike(held.get(key, _MISSING), value),
+            lambda: held.__setitem__(key, value),
+        )
 
     def _cell(self, name: str, cell: Any, content: Any) -> None:
-        same: Callable[[], bool] = lambda: _alike(_content(cell), content)  # noqa: E731
-        self._note(name, same, lambda: setattr(cell, "cell_contents", content))
+        self._note(
+            name,
+            lambda: _alike(_content(cell), content),
+            lambda: setattr(cell, "cell_contents", content),
+        )
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
         size = size_in_bytes(tensor)
