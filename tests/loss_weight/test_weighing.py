@@ -28,6 +28,7 @@ def joined(counts: Sequence[Sequence[float]], factors: Sequence[float]) -> float
     )
 
 
+@pytest.mark.smoke
 def test_means_over_the_same_targets_are_weighed_by_these() -> None:
     counts = [(1.0, 3.0), (2.0, 6.0)]
     factors, wrong = weighed(MEANS, counts, [0.5, 0.5])
@@ -35,6 +36,7 @@ def test_means_over_the_same_targets_are_weighed_by_these() -> None:
     assert joined(counts, factors) == pytest.approx(whole(counts))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("counts", "named"), [([(1.0, 3.0), (3.0, 1.0)], 0), ([(2.0, 2.0), (3.0, 1.0)], 1)]
 )
