@@ -160,7 +160,7 @@ class Bench:
         self._case, self._limit = CASES[name], limit
         with patch.object(Auto, "families", (family,)):
             self.pipe, _ = prepared(name, limit, schedule="auto")
-        self._compiler: Any = self.pipe._calls._compiler
+        self._compiler: Any = self.pipe._compiler
         if self.pipe.schedule.placement != find_recipe(family).place(len(DEVICES)):
             self.pipe.close()
             raise fxpipe.PartitionError("only other stages keep the limit")
@@ -186,8 +186,7 @@ class Bench:
                 extensions=with_modes(extensions, candidate.offload),
             )
         )
-        calls: Any = self.pipe._calls
-        calls._microbatches = candidate.microbatches
+        self.pipe._calls.microbatches = candidate.microbatches
         try:
             self.pipe.prepare(x_y[0], target=x_y[1])
         except fxpipe.FxpipeError:

@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from time import perf_counter
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from fxpipe import views
-from fxpipe.calls import Calls
-from fxpipe.compiler.compiler import Compiler
+from fxpipe.calls import Stepped
+from fxpipe.compiler.compiled import Compiled, Kind
+from fxpipe.compiler.compiler import Change, Compiler, NumbersError
 from fxpipe.compiler.lacking import naming_lacks
 from fxpipe.compiler.options import Options
-from fxpipe.compiler.residence import homes
 from fxpipe.engine import Engine
 from fxpipe.errors import InputError
-from fxpipe.extend import View
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.traced import Traced
 from fxpipe.locks import locked
+from fxpipe.module import CompiledModule
 from fxpipe.parts import Parts
+from fxpipe.runtime.batch import Batch, MicroBatches, check_gradients, check_surroundings
+from fxpipe.runtime.host import next_seed
+from fxpipe.runtime.loss import StepLoss
+from fxpipe.signals import HeldSignals
 from fxpipe.signature import SignedLikeTheModel
-from fxpipe.torchtools.meta import load_part
-from fxpipe.torchtools.part import state_in_part
+from fxpipe.torchtools import allocator
+from fxpipe.torchtools.pytrees import together
 from fxpipe.torchtools.state import HOOKS
 
 
-class Pipeline(nn.Module):
+class Pipeline(CompiledModule):
     """A model cut into stages over devices, made by ``fxpipe.compile``.
 
     A pipe shares its dictionaries of parameters, buffers and submodules with the model, so each can
@@ -56,19 +60,9 @@ class Pipeline(nn.Module):
     """
 
     def __init__(self, options: Options, compiler: Compiler, engine: Engine) -> None:
-        super().__init__()
-        model = options.model
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._modules = model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        super().__init__(options, engine)
         self.devices = options.torch_devices
-        self._options = options
-        self._group = options.group
         self._compiler = compiler
-        self._engine, self._lock = engine, engine._lock
-        hooks = {name: vars(self)[name] for name in HOOKS}
-        self._calls = Calls(options, compiler, engine, hooks)
 
     # training and calling
 
@@ -117,7 +111,42 @@ class Pipeline(nn.Module):
                 the message says which stages have updated.
             EndedError: the pipe has ended in an earlier call; restore a checkpoint.
         """
-        return self._calls.step(args, kwargs, target, return_output)
+        calls, engine = self._calls, self._engine
+        with HeldSignals() as signals, self._group.calling("step", exchanges=True):
+            calls.last, begin, meter = None, perf_counter(), engine.meter
+            if meter is not None:
+                meter.begin()
+            if any(map(vars(self).get, HOOKS)):
+                self._refuse_hooks()
+            engine.check()
+            micro = self._taken(args, kwargs, target, step=True)
+            check_gradients()
+            kind = Kind("step", engine.updates, return_output)
+            calls.compile_seconds = 0.0
+            # several ranks agree on each call first
+            compiled = self._compiler.known(micro, kind) if self._group.size == 1 else None
+            if compiled is None:
+                compiled, micro = self._ready(micro, kind)
+            calls.steps += 1
+            if self._compiler.change is not None:
+                self._note(self._compiler.change)
+            elif calls.compile_seconds:
+                calls.first = [calls.steps]
+            if compiled is not calls.filled:
+                self._check_data(compiled)
+            compiled, micro, watch = self._compiler.weighed(compiled, micro)
+            result = engine.step(compiled, micro, with_output=return_output, watch=watch)
+            calls.shown = compiled
+            loss, *rest = result if return_output else [result]
+            seconds = perf_counter() - begin - calls.compile_seconds
+            calls.last = Stepped(loss, seconds, calls.compile_seconds)
+            if not isinstance(loss, StepLoss):
+                loss = loss.as_subclass(StepLoss)
+            if meter is not None:
+                meter.program = compiled.program
+            if signals.held is not None:
+                signals.held.add_note("interrupted after the step, whose results are kept")
+        return (loss, *rest) if return_output else loss
 
     def flush(self) -> None:
         """Finish the batches in flight, if the schedule lets batches overlap.
@@ -154,7 +183,18 @@ class Pipeline(nn.Module):
         Raises:
             InputError, TraceError, ExecutionError: as in ``step``.
         """
-        return self._calls.forward(args, kwargs)
+        with self._group.calling("pipe(...)"):
+            self._engine.check()
+            micro = self._taken(args, kwargs, step=False)
+            self._engine.flush()
+            differentiable = self._model.training and torch.is_grad_enabled()
+            compiled, micro = self._ready(micro, Kind("call" if differentiable else "infer"))
+            if compiled is not self._calls.filled:
+                self._check_data(compiled)
+            compiled, micro, _ = self._compiler.weighed(compiled, micro)
+            run = self._engine.call if differentiable else self._engine.infer
+            output = run(compiled, micro)
+        return together(output, compiled.traced.out_spec)
 
     @locked
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> None:
@@ -168,7 +208,19 @@ class Pipeline(nn.Module):
         Raises:
             InputError, TraceError, PartitionError: as the first ``step`` would.
         """
-        self._calls.prepare(args, kwargs, target)
+        with self._group.calling("prepare"):
+            self._engine.check()
+            micro = self._taken(args, kwargs, target, step=True)
+            has_loss = self._options.loss is not None
+            if (target is not None or not has_loss) and self._model.training:
+                try:
+                    kind = Kind("step", self._engine.updates, outputs=False)
+                    self._calls.shown, _ = self._ready(micro, kind)
+                    return
+                except InputError:
+                    if has_loss:
+                        raise
+            self._calls.shown, _ = self._ready(micro, Kind("call"))
 
     profile = views.pipeline_profile
     """``pipe.profile(x, target=y, steps=1)`` trains as ``step`` does, and returns the measured
@@ -307,62 +359,6 @@ class Pipeline(nn.Module):
 
     # saving and loading
 
-    @locked
-    def state_dict(self, *args: Any, full: bool = False, **kwargs: Any) -> Any:
-        """The model's state dict. Flushes first, so that it has the newest weights.
-
-        Over several ranks, each rank has the newest weights of its own stages only. It returns the
-        entries of its stages; the rank of stage 0 also returns those that belong to no stage.
-
-        Args:
-            *args: as for the model's ``state_dict``.
-            **kwargs: the same.
-            full: return all entries on every rank, as new tensors. Every rank has to call it then.
-        """
-        self._engine.flush()
-        with self._engine.progress.true_weights(), state_in_part():
-            state = self._model.state_dict(*args, **kwargs)
-        if (own := self._owned()) is None:
-            return state
-        group, prefix = self._group, kwargs.get("prefix", "")
-        part = own.part(self._model, state, prefix)
-        changed = group.joined if full else group.shown
-        with group.calling("state_dict") if full else nullcontext():
-            for name, value in part.items():
-                if isinstance(value, torch.Tensor):
-                    part[name] = changed(name.removeprefix(prefix), value)
-            if not full:
-                return part
-            gives = not group.column and (own.shared or not group.replica)
-            parts = group.collect("state", part if gives else {})
-        return own.joined(state, parts)
-
-    @locked
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict as the model's own method does. Flushes first; the next batch reads the
-        loaded values.
-
-        A rank loads the entries of its own stages and ignores all others, which may be missing. If
-        the model was built on the meta device, loaded tensors get their memory here.
-        """
-        self._engine.flush()
-        if self._group.size > 1:
-            named = state_dict.items()
-            tensor, group = torch.Tensor, self._group
-            state_dict = {n: group.parted(n, x) if isinstance(x, tensor) else x for n, x in named}
-        true = self._engine.progress.true_weights()
-        if self._group.size == 1 and not self._options.hollow:
-            with true:
-                return self._model.load_state_dict(state_dict, *args, **kwargs)
-        used, homes = self._used(), self._homes()
-        with true, naming_lacks(self._options):
-            return load_part(self._model, used, homes, state_dict, *args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Flush and load; ``load_state_dict`` of a module that holds the pipe calls this."""
-        self._engine.flush()
-        self._model._load_from_state_dict(*args, **kwargs)
-
     reset_parameters = views.pipeline_reset_parameters
     """``pipe.reset_parameters(function)`` gives parameters and buffers their initial values:
     ``fxpipe.extensions.initial_values.initial.reset_parameters``."""
@@ -390,84 +386,123 @@ class Pipeline(nn.Module):
     """``pipe.save_hub("folder")`` writes weights that ``from_pretrained`` reads:
     ``fxpipe.extensions.hub.pipe.save_hub``."""
 
-    # the model's attributes
+    # the way of a batch
 
-    @property
-    def _model(self) -> nn.Module:
-        return self._options.model
+    def _note(self, change: Change) -> None:
+        """Note that a step was compiled anew."""
+        calls = self._calls
+        if calls.recompiles is None and (make := Parts.recompiles.get()) is not None:
+            calls.recompiles = make(calls.first)
+        if calls.recompiles is not None:
+            calls.recompiles.note(type(self._model).__name__, calls.steps, change)
 
-    @property
-    def training(self) -> bool:
-        """The model's mode; frameworks also set it by this attribute."""
-        return self._model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_options" in vars(self):  # else nn.Module.__init__ sets it
-            self._model.training = mode
-
-    if not TYPE_CHECKING:  # type checkers know all methods of a pipe, and tell a misspelt one
-
-        def __getattr__(self, name: str) -> Any:
-            if isinstance(view := vars(Pipeline).get(name), View):
-                return view.__get__(self, Pipeline)  # its error again, which names the extension
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                options = vars(self).get("_options")
-                if options is None or name.startswith("__") or not hasattr(options.model, name):
-                    raise
-            apart = self._group.size > 1 or len({*options.places}) > 1
-            over_stages = Parts.over_stages.get() if apart else None
-            if over_stages is not None and (own := over_stages(self, name)) is not None:
-                return own
-            return self._group.attribute(options.model, getattr(options.model, name))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Refuse ``to``, ``cuda``, ``half`` and the like, unless they change nothing."""
-        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
-            with suppress(Exception):  # such as .cuda() without CUDA
-                if tensor.is_meta or fn(tensor) is tensor:
-                    continue
-            raise InputError(
-                f"a compiled model cannot be moved or cast, as {name!r} ({tensor.dtype} on "
-                f"{tensor.device}) would be: its graphs hold devices and types; close() the pipe, "
-                "change the model, and compile it again, or keep a framework from placing it"
-            )
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def _refuse_hooks(self) -> None:
+        """Raise InputError, as the pipe itself has hooks, which a step would not call."""
+        hooks = [name.strip("_").replace("_", " ") for name in HOOKS if vars(self)[name]]
         raise InputError(
-            "a pipe cannot be copied or pickled: it has threads and traced graphs; save its "
-            "state_dict() and compile a new one, or copy.deepcopy(pipe), which copies the model"
+            f"the pipe has {' and '.join(hooks)}, which a step would not run, as it calls no "
+            "module; remove them, or register forward hooks on the model, which are traced "
+            "with it, or train by pipe(x) and backward, which run the hooks of the pipe"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Flush, and copy the model, as for ``torch.optim.swa_utils.AveragedModel``."""
-        self._engine.flush()
-        with self._engine.progress.true_weights():
-            return copy.deepcopy(self._model, memo)
+    def _check_data(self, compiled: Compiled) -> None:
+        """Raise InputError if a stage of this process reads or writes a tensor without data, and
+        RankError if at the first call it has other values in another replica. Then the memory of
+        other ranks' parameters is given back."""
+        self._calls.shown = self._calls.shown or compiled
+        stages = filter(self._options.owns, range(len(compiled.plan.stages)))
+        names = frozenset[str]().union(*map(compiled.names, stages))
+        state = compiled.traced.state_of(self._options.model)
+        names -= self._group.away(self._options, compiled)
+        for name, tensor in state.items():
+            if name in names and tensor.is_meta:
+                kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
+                raise InputError(
+                    f"{kind} {name!r} has no data, as the model was built on the meta device, or "
+                    "an earlier pipe over ranks left it to another rank; give the values first: "
+                    "pipe.load(folder), pipe.load_state_dict(...), or pipe.reset_parameters(); "
+                    "tensors that are in no state dict, or that no step reads, can be made with "
+                    'data (device="cpu") where the model is built'
+                )
+        if self._calls.filled is None:
+            self._group.same_weights({name: state[name] for name in names})
+        self._group.release(self._options, compiled)
+        self._calls.filled = compiled
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute that only the model has (a flag that its code reads) in the model."""
-        options = vars(self).get("_options")
-        in_pipe = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if options is None or in_pipe or not hasattr(options.model, name):
-            super().__setattr__(name, value)
-        else:
-            setattr(options.model, name, value)
+    def _taken(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None, *, step: bool
+    ) -> MicroBatches:
+        """Check the arguments of a step or call, and split them into micro-batches.
 
-    def _owned(self) -> Any:
-        """The tensors that this rank owns or uses, by an extension; None for all."""
-        return self._group.owned(self._model, self._calls.shown, self._options)
+        A batch has at most as many micro-batches as samples, unless a step's schedule has a fixed
+        number of them. ``_ready`` lets all replicas have as many as the one with the fewest.
+        """
+        options, has_loss = self._options, self._options.loss is not None
+        check_surroundings(step=step)
+        targets = () if target is None else target if isinstance(target, tuple) else (target,)
+        if targets and not has_loss:
+            raise InputError(
+                "there is a target but no loss to compare it with; give compile(..., "
+                "loss=function), or leave out target"
+            )
+        asks = step and has_loss and not targets
+        hint = "; what the loss compares with is given as step(..., target=...)" if asks else ""
+        batch = Batch.of(options.model, args, kwargs, targets, options.batch_dims, hint)
+        batch.check_devices("cpu", options.torch_devices[0].type)
+        batch = self._compiler.numbered(batch)
+        count = self._calls.microbatches
+        fixed = step and options.recipe.microbatches is not None
+        count = count if fixed else min(count, batch.size)
+        return batch.in_parts(count, self._group.replica)
 
-    def _homes(self) -> dict[torch.Tensor, torch.device]:
-        """The tensors that have a device with memory of its own."""
-        return homes(self._options, self._calls.shown)
+    def _ready(self, micro: MicroBatches, kind: Kind) -> tuple[Compiled, MicroBatches]:
+        """Return the compiled program for a call on which all ranks agree, and its batch, split
+        anew if the compiler decides so. While a call is compiled, nothing else runs."""
+        known = self._compiler.known(micro, kind)
+        if known is None and kind.purpose == "step" and self._compiler.decides(micro):
+            with self._compiling():
+                plain = micro.batch.without_numbers().in_parts(len(micro), micro.replica)
+                count = self._compiler.decide(plain, updates=self._engine.updates)
+            self._calls.microbatches = count
+            micro = micro.batch.in_parts(count, micro.replica)
+            known = self._compiler.known(micro, kind)
+        counts = set[int]()
+        while len(counts) != 1:  # replicas have as many micro-batches as the one with the fewest
+            if counts:
+                micro = micro.batch.in_parts(min(counts), micro.replica)
+                known = self._compiler.known(micro, kind)
+            called = self._engine, self._compiler, micro, kind, known, self._along(micro, known)
+            compiles = self._group.same_call(*called, first=self._calls.shown is None)
+            counts = {*self._group.gather("micro-batches", partial(len, micro))}
+        if known is not None and not compiles:
+            return known, micro
+        with self._compiling():
+            self._compiler.plans.proven |= self._engine.batches > 0
+            compiled = None
+            while compiled is None:
+                try:
+                    compiled = self._compiler.compile(micro, kind)
+                except NumbersError:  # fewer are inputs then
+                    batch = self._compiler.fixed(micro.batch)
+                    micro = batch.in_parts(len(micro), micro.replica)
+        allocator.give_back()
+        return compiled, micro
 
-    def _used(self) -> dict[int, torch.Tensor]:
-        """Id → parameter or buffer, for those whose values this process needs."""
-        if (own := self._owned()) is not None:
-            needed: dict[int, torch.Tensor] = own.needed(self._model)
-            return needed
-        return {id(x): x for x in (*self._model.parameters(), *self._model.buffers())}
+    def _along(self, micro: MicroBatches, known: Compiled | None) -> dict[str, Any]:
+        """What other ranks will ask for in this call, if nobody has to compile it."""
+        along: dict[str, Any] = {"micro-batches": len(micro)}
+        if known is not None and self._group.size > 1:
+            along |= self._compiler.told(known, micro)
+            if known.traced.seeded:
+                along["seed"] = 0 if self._group.rank else next_seed(known.traced)
+        return along
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """Inside, nothing else runs, and the time counts as that of compiling."""
+        with self._engine.quiet(), naming_lacks(self._options, compiling=True):
+            begin = perf_counter()
+            try:
+                yield
+            finally:
+                self._calls.compile_seconds += perf_counter() - begin

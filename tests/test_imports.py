@@ -48,6 +48,7 @@ LAYERS = {
         "fxpipe.devices",
         "fxpipe.engine",
         "fxpipe.entry",
+        "fxpipe.module",
         "fxpipe.pipeline",
         "fxpipe.signature",
         "fxpipe.locks",

@@ -169,7 +169,7 @@ def compared(model: nn.Module, batch: Batch) -> tuple[tuple[str, ...], list[str]
 def traced_for_step(model: nn.Module, batch: Batch) -> tuple[Traced, Mapping[str, Any]]:
     """The graph that a pipe cuts, and its inputs for a micro-batch."""
     with fxpipe.compile(model, ["cpu"], microbatches=MICROBATCHES) as pipe:
-        micro = pipe._calls.taken((), batch.kwargs, None, step=True)
+        micro = pipe._taken((), batch.kwargs, None, step=True)
         leaves, plans = micro.leaves[0], pipe._compiler.plans
         size = micro.batch.size // MICROBATCHES
         schedule = pipe._compiler.timetable.schedule(MICROBATCHES, "step")

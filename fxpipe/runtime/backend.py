@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from fxpipe.errors import DeviceError, InputError, RankError
-from fxpipe.ir.program import Program, Turn
+from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import Job
@@ -110,34 +110,6 @@ def _end_all() -> None:
         jobs.put(None)
     for thread, _ in running:
         thread.join()
-
-
-class Driver:
-    """One worker's part of a run.
-
-    Attributes:
-        machines: the machines that it runs.
-        at: the machine whose instruction is running, or has failed.
-    """
-
-    def __init__(self, machines: Sequence[Machine], turns: Sequence[Turn]) -> None:
-        """Prepare to run; ``turns`` says which machine runs next and up to where, see
-        ``Program.turns``."""
-        self.machines = tuple(machines)
-        self.at = self.machines[0]
-        self._turns = turns
-        self._next = 0
-
-    def run(self) -> None:
-        """Run all lists to their ends or their next pauses. Raises like Machine.run."""
-        if self._next == len(self._turns):  # another step
-            self._next = 0
-        paused = 0
-        while self._next < len(self._turns) and paused < len(self.machines):
-            index, end = self._turns[self._next]
-            self.at = self.machines[index]
-            paused += not self.at.run(end)
-            self._next += self.at.position == end
 
 
 class Channels:

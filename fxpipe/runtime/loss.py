@@ -16,11 +16,6 @@ class StepLoss(Tensor):
     """A scalar whose ``backward`` says that the step has run it. In every other operation, by
     PyTorch or by Python, it is a plain tensor, and so is the result."""
 
-    @staticmethod
-    def of(loss: Tensor) -> Tensor:
-        """The same loss, in the same memory."""
-        return loss if isinstance(loss, StepLoss) else loss.as_subclass(StepLoss)
-
     def read(self) -> Tensor:
         """The value, as a plain tensor in the same memory."""
         with torch._C.DisableTorchFunctionSubclass():

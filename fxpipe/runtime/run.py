@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -21,10 +21,11 @@ from fxpipe.errors import RESTORE, DeviceError, ExecutionError, told
 from fxpipe.formatting import stages_text
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
-from fxpipe.runtime.backend import Backend, Driver, Worker
+from fxpipe.runtime.backend import Backend, Worker
+from fxpipe.runtime.driver import Driver, Finished
 from fxpipe.runtime.failure import explained_failure, running, whereabouts
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.interpreter import Machine, Stopped
+from fxpipe.runtime.interpreter import Stopped
 from fxpipe.runtime.weights.live import LiveWeights, Weights
 from fxpipe.signals import HeldSignals
 
@@ -38,22 +39,6 @@ POLL = 0.1
 
 R = TypeVar("R")
 W = TypeVar("W", bound=Weights)
-
-
-class Finished(NamedTuple):
-    """A worker's report.
-
-    Attributes:
-        step: the number of the step, or of the batch.
-        device: the device that has left its list: at the end, at a pause or because of an error.
-            None if the report says that the caller has all outputs of the batch, or, with an
-            error, that another process has stopped the run.
-        error: the error, if there was one.
-    """
-
-    step: int
-    device: int | None = None
-    error: BaseException | None = None
 
 
 class BatchRun(Generic[W]):
@@ -110,14 +95,15 @@ class BatchRun(Generic[W]):
             )
             for device in backend.devices(program)
         ]
+        # with self in a function of the channels, run and channels would be a cycle
+        self._reports = reports = SimpleQueue[Finished | None]()
         if len(workers) < len(self.machines):
-            self._drivers = [Driver(self.machines, program.turns)]
+            self._drivers = [Driver(self.machines, program.turns, backend, reports)]
         else:
             self._drivers = [
-                Driver([m], [(0, len(program.lists[m.device]))]) for m in self.machines
+                Driver([m], [(0, len(program.lists[m.device]))], backend, reports)
+                for m in self.machines
             ]
-        self._reports: SimpleQueue[Finished | None] = SimpleQueue()
-        reports = self._reports  # with self in the function, run and channels would be a cycle
         self._channels.when_failed(lambda error: reports.put(Finished(-1, None, error)))
 
     @property
@@ -129,7 +115,6 @@ class BatchRun(Generic[W]):
     def _settle(self) -> None:
         """Wait until every process has finished its lists. Signals do not interrupt the wait, as
         other processes may commit from here on. Raises RankError where one of them has failed."""
-        self._channels.flush()
         if self._group.size > 1:
             others = self._group.settle(dict(self.peak_kept))
             self._elsewhere = sum(map(Counter, others), Counter[int]())
@@ -162,42 +147,12 @@ class BatchRun(Generic[W]):
         """Hold signals inside a block; a signal wakes the caller that waits for reports."""
         return HeldSignals(wake=lambda: self._reports.put(None))
 
-    def _start(self, step: int, work: Callable[[Driver], None]) -> None:
-        """Submit a step to every worker; each device reports when it has left its list. Raises
-        InputError like ``check``."""
+    def _start(self, step: int, batches: range | None = None) -> None:
+        """Submit a step to every worker, see ``Driver.run``. Raises InputError like ``check``."""
         self._channels.start()
         for driver, worker in zip(self._drivers, self._workers, strict=True):
-            worker.submit(functools.partial(self._drive, driver, step, work))
+            worker.submit(functools.partial(driver.run, step, batches))
             self.running += len(driver.machines)
-
-    def _drive(self, driver: Driver, step: int, work: Callable[[Driver], None]) -> None:
-        try:
-            if self._channels.stopping:
-                raise Stopped
-            work(driver)
-            for machine in driver.machines:
-                self._reports.put(Finished(step, machine.device))
-        except BaseException as error:
-            if not isinstance(error, Stopped):
-                self.weights.stop()
-                self._channels.stop()
-            for machine in driver.machines:
-                # not bound to a name: the exception and this frame would refer to each other
-                self._reports.put(
-                    Finished(step, machine.device, error if machine is driver.at else Stopped())
-                )
-            if not isinstance(error, Stopped):
-                # Explained only if another process is told: the caller may have raised the error by
-                # now, and while this thread works on it the error keeps the step's tensors alive.
-                self._channels.left(functools.partial(explained_failure, driver.at, error, ""))
-
-    def _pool(self, machine: Machine) -> None:
-        """At the end of a step, combine the buffers that its forwards wrote in all replicas."""
-        written = machine.store.state
-        if self._group.replicas > 1 and written:
-            pool = self._channels.replicas.pool
-            with self._backend.computing(machine.device):
-                machine.store.state = pool(written, self.weights.deferred)
 
     def _hear(self, timeout: float | None) -> Finished | None:
         """Wait for the next report; None is a signal. Raises Empty after the timeout."""
@@ -326,7 +281,7 @@ class FlushedRun(BatchRun[LiveWeights]):
         with self._held() as signals:
             try:
                 self._backend.begin(self._jobs[0].host.sources)
-                self._start(0, self._run_lists)
+                self._start(0)
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()
                 self._settle()
@@ -354,12 +309,6 @@ class FlushedRun(BatchRun[LiveWeights]):
         self.weights.commit(self._written(), self.gradients())
         self.committed = True
         self._group.kept += 1
-
-    def _run_lists(self, driver: Driver) -> None:
-        """Run a worker's devices to the ends of their lists or their next pauses."""
-        driver.run()
-        for machine in driver.machines:
-            self._pool(machine)
 
     def _interruptible(self) -> bool:
         """See Run; once an update may have begun, all are let finish."""

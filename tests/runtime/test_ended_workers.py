@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fxpipe
-from fxpipe.runtime.run import BatchRun
+from fxpipe.runtime.driver import Driver
 from tests.helpers.tiny import Snapshot, adam, batch, pipe_of, soon
 from tests.oracles import loop
 
@@ -59,18 +59,18 @@ def test_a_worker_that_ends_during_a_step_does_not_let_it_wait(
     monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:
     x, y = batch()
-    plain = BatchRun._drive
+    plain = Driver.run
 
-    def drive(run: BatchRun[Any], driver: Any, *rest: Any) -> None:
+    def run(driver: Driver, *step: Any) -> None:
         if driver.machines[0].device == 1:
             raise SystemExit
-        plain(run, driver, *rest)
+        plain(driver, *step)
 
     with pipe_of(2, schedule, optimizer=adam) as pipe:
         pipe.prepare(x, target=y)
         assert pipe.optimizer
         before = Snapshot.of(pipe)
-        monkeypatch.setattr(BatchRun, "_drive", drive)
+        monkeypatch.setattr(Driver, "run", run)
         with pytest.raises(fxpipe.InputError, match="thread 'fxpipe-1' has ended"):
             float(pipe.step(x, target=y))
         if schedule == "1f1b":

@@ -36,7 +36,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", USES)
 def test_in_every_use_it_gives_what_a_plain_tensor_gives(name: str) -> None:
     plain = torch.tensor(1.25)
-    expected, made = USES[name](plain), USES[name](StepLoss.of(plain.clone()))
+    expected, made = USES[name](plain), USES[name](plain.clone().as_subclass(StepLoss))
     if isinstance(expected, Tensor):
         assert torch.equal(made, expected) and made.dtype is expected.dtype
         if name not in ("copy", "pickle"):
@@ -47,8 +47,7 @@ def test_in_every_use_it_gives_what_a_plain_tensor_gives(name: str) -> None:
 
 def test_it_is_in_the_memory_of_the_loss() -> None:
     loss = torch.tensor(1.0)
-    made = StepLoss.of(loss)
-    assert StepLoss.of(made) is made
+    made = loss.as_subclass(StepLoss)
     loss.fill_(3)
     assert made.item() == 3 and isinstance(made, StepLoss)
     assert made.data_ptr() == loss.data_ptr()
@@ -58,4 +57,4 @@ def test_it_is_in_the_memory_of_the_loss() -> None:
 
 def test_backward_says_that_the_step_has_run_it() -> None:
     with pytest.raises(InputError, match="has already run backward"):
-        StepLoss.of(torch.tensor(1.0)).backward()
+        torch.tensor(1.0).as_subclass(StepLoss).backward()

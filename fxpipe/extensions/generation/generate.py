@@ -136,7 +136,7 @@ def _prepared(pipe: Pipeline, caches: Any) -> Iterator[None]:
 
 def _held(pipe: Pipeline) -> list[Tensor]:
     """The caches of the stages of this process, in the call that ran last."""
-    compiled: Any = pipe._calls._filled
+    compiled: Any = pipe._calls.filled
     own = filter(pipe._options.owns, range(len(compiled.plan.stages)))
     names = frozenset[str]().union(*map(compiled.names, own))
     return [each for n, each in pipe._model.named_buffers() if n in names and n.startswith(NAME)]

@@ -14,10 +14,10 @@ from typing import Any, cast
 from fxpipe.errors import RESTORE, EndedError, ExecutionError, InputError, RankError
 from fxpipe.extensions.overlapping.versions import VersionedWeights
 from fxpipe.formatting import stages_text
-from fxpipe.runtime.backend import Driver
+from fxpipe.runtime.driver import Finished
 from fxpipe.runtime.failure import explained_failure
 from fxpipe.runtime.host import Job
-from fxpipe.runtime.run import BatchRun, Finished
+from fxpipe.runtime.run import BatchRun
 from fxpipe.signals import HeldSignals
 
 
@@ -134,20 +134,7 @@ class OverlappingRun(BatchRun[VersionedWeights]):
         return "" if self.failed else self._give_up()
 
     def _submit(self, step: int) -> None:
-        batches = range(self._first, self.count)
-        self._start(step, functools.partial(self._run_lists, step, batches))
-
-    def _run_lists(self, step: int, batches: range, driver: Driver) -> None:
-        """Run the lists of a worker's devices for a step."""
-        for machine in driver.machines:
-            machine.begin(step, batches)
-        driver.run()
-        self._channels.flush()
-        for machine in driver.machines:
-            self._pool(machine)
-            if self.weights.deferred:
-                with self._backend.computing(machine.device):
-                    machine.store.state = self.weights.gathered(machine.store.state)
+        self._start(step, range(self._first, self.count))
 
     def _note(self, report: Finished) -> None:
         if report.device is None:

@@ -167,9 +167,15 @@ class VersionedWeights(Weights):
                 for group, values in zip(groups, changed, strict=True):
                     group.update(values)
 
-    def gathered(self, written: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @property
+    def gathers(self) -> bool:
+        return bool(self.deferred)
+
+    def gathered(self, written: dict[str, Tensor]) -> dict[str, Tensor]:
         """The values of buffers after a batch, from what a device's forwards have written by name:
         their newest values, or moments for the statistics of a deferred BatchNorm."""
+        if not self.deferred:
+            return written
         commit = Parts.commit_moments.find("deferred BatchNorm")
         values: dict[str, Tensor] = commit(self.deferred, {**self._state, **written}, written)
         return values

@@ -130,13 +130,13 @@ def profile_pipe(
     Raises:
         InputError: as in ``step``, or ``steps`` is below 1.
     """
-    options, calls, engine = pipe._options, pipe._calls, pipe._engine
+    options, engine = pipe._options, pipe._engine
     with options.group.calling("profile"):
         check_whole("steps", steps, 1)
         with without_collection(), _timed(engine) as times:
             for _ in range(steps):
-                calls.step(args, kwargs, target, return_output=False)
-        compiled = calls.compiled()
+                pipe.step(*args, target=target, **kwargs)
+        compiled = pipe._calls.compiled()
         sizes, serial = held(pipe, compiled), is_serial(engine, compiled)
         found = measured_run(compiled.whole(), steps, times, sizes, serial=serial)
         # all replicas predict with the times of the first

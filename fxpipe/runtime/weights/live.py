@@ -131,6 +131,15 @@ class Weights:
         None for 0."""
         return [None] * len(self._names[stage])
 
+    @property
+    def gathers(self) -> bool:
+        """Whether ``gathered`` changes something."""
+        return False
+
+    def gathered(self, written: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is kept at the end of a step of what a device's forwards have written, by name."""
+        return written
+
     def update(self, stage: int, reads: int, gradients: Sequence[Tensor | None]) -> None:
         """Update a stage with the gradients of a batch that read the version ``reads``. ``.grad``
         stays as it was."""

@@ -40,7 +40,7 @@ def test_a_device_holds_no_less_than_its_bound(family: str, skips: bool) -> None
         fxpipe.compile(model, ["cpu"] * 2, schedule=name, **options) as pipe,
     ):
         pipe.prepare(x, target=y)
-        stages = cast(AutoCompiler, pipe._calls._compiler)._stages
+        stages = cast(AutoCompiler, pipe._compiler)._stages
         assert stages is not None
         count = pipe.schedule.stages
         never, always = (NEVER,) * count, (ALWAYS,) * count
