@@ -122,7 +122,8 @@ class Engine:
         finally:
             if run.committed:  # even if an interrupt came after the commit
                 self.progress.count()
-                draw_seed(traced)
+                if traced.seeded:
+                    draw_seed()
                 if self.clipping is not None:
                     self.clipping.settle(1)
         self.kept, self.logged = run.peak_kept, host.logged()
@@ -236,14 +237,14 @@ class Engine:
         assert traced.loss is not None
         keep = frozenset({traced.loss, *traced.logged.values()})
         keep |= compiled.results if with_output else frozenset()
-        return BatchHost(traced, micro, keep, self._seed(traced), self._place, watch)
+        return self._host(traced, micro, keep, watch)
 
-    def _seed(self, traced: Traced) -> int:
-        """The seed of a run, which the first rank gives to all."""
-        if not traced.seeded:
-            return 0
-        seed: int = self._options.group.share("seed", lambda: next_seed(traced))
-        return seed
+    def _host(
+        self, traced: Traced, micro: MicroBatches, keep: frozenset[str], watch: Watch | None = None
+    ) -> BatchHost:
+        """The caller's side of a run, with a seed that the first rank gives to all."""
+        seed = self._options.group.share("seed", next_seed) if traced.seeded else 0
+        return BatchHost(traced, micro, keep, seed, self._place, watch)
 
     def dtype_and_scale(self, compiled: Compiled, batch: int) -> tuple[torch.dtype, float]:
         """The dtype of a batch's losses, and the factor by which the scaler scales their
@@ -255,7 +256,7 @@ class Engine:
     def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
         """A run for a call without updates, which has been fed the batch."""
         traced = compiled.traced
-        host = BatchHost(traced, micro, compiled.results, self._seed(traced), self._place)
+        host = self._host(traced, micro, compiled.results)
         none = [None] * len(compiled.plan.stages)
         state = self.progress.state_of(traced)
         run = self._flushed(compiled, state, none, onto_grad=False)

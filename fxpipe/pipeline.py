@@ -494,7 +494,7 @@ class Pipeline(CompiledModule):
         if known is not None and self._group.size > 1:
             along |= self._compiler.told(known, micro)
             if known.traced.seeded:
-                along["seed"] = 0 if self._group.rank else next_seed(known.traced)
+                along["seed"] = 0 if self._group.rank else next_seed()
         return along
 
     @contextmanager

@@ -49,7 +49,10 @@ class HeldSignals:
         numbers = _SIGNALS if around is None else tuple(around._before)
         handlers = {number: getsignal(number) for number in numbers}
         self._before = {n: handler for n, handler in handlers.items() if callable(handler)}
-        self._called = {n: _users(n, handler) for n, handler in self._before.items()}
+        self._called = {  # the handler of the block around stands for the user's
+            n: around._called[n] if around and handler is around._installed else handler
+            for n, handler in self._before.items()
+        }
         self._installed = self._hold  # kept to compare: each access makes another bound method
         try:
             for number in self._before:
@@ -64,7 +67,8 @@ class HeldSignals:
         if HeldSignals._innermost is self:
             HeldSignals._innermost, self._around = self._around, None
         self._put_back()
-        self.raise_held(error)
+        if self.held is not None:
+            self.raise_held(error)
 
     def raise_held(self, other_than: BaseException | None = None) -> None:
         """Raise the held exception, if there is one and it is another than the given one."""
@@ -100,9 +104,3 @@ def raise_held() -> None:
     holder = HeldSignals._innermost
     if holder is not None and threading.current_thread() is threading.main_thread():
         holder.raise_held()
-
-
-def _users(number: int, handler: Any) -> Any:
-    """The user's handler, which the handler of a surrounding block stands for."""
-    owner = getattr(handler, "__self__", None)
-    return owner._called[number] if isinstance(owner, HeldSignals) else handler

@@ -127,29 +127,29 @@ class BatchHost:
         tensors = (value for value in given if isinstance(value, Tensor))
         return {tensor.device for tensor in tensors if not tensor.is_cpu}
 
-    def wants(self, buffer: Buffer) -> bool:
-        """Whether ``take`` keeps the value that an Output hands over."""
-        return buffer.kind == "grad" or buffer.microbatch < len(self.outputs.get(buffer.value, ()))
-
     @property
     def shared(self) -> str | None:
         """The output that replicas send each other: the loss of a step, if there are several."""
         return self.traced.loss if self._elsewhere else None
 
-    def take(self, buffer: Buffer, value: Any, replica: int | None = None) -> None:
-        """Keep the value that an Output hands over, in this replica or in another one."""
+    def take(self, buffer: Buffer, value: Any, replica: int | None = None) -> bool:
+        """Take the value that an Output hands over, in this replica or in another one. Returns
+        whether it is kept."""
         if buffer.kind == "grad":
             by_microbatch = self.input_gradients.setdefault(buffer.value, {})
             by_microbatch.setdefault(buffer.microbatch, {})[buffer.source] = value
-        elif replica in self._elsewhere or self.wants(buffer):
-            parts = self._elsewhere.get(replica) or self.outputs[buffer.value]
-            parts[buffer.microbatch] = in_own_storage(value)
-            if self._complete is not None:
-                with self._lock:
-                    self._missing -= 1
-                    complete = self._missing == 0
-                if complete:
-                    self._complete()
+            return True
+        parts = self._elsewhere.get(replica) or self.outputs.get(buffer.value, [])
+        if buffer.microbatch >= len(parts):
+            return False
+        parts[buffer.microbatch] = in_own_storage(value)
+        if self._complete is not None:
+            with self._lock:
+                self._missing -= 1
+                complete = self._missing == 0
+            if complete:
+                self._complete()
+        return True
 
     def weigh_loss(self, dtype: torch.dtype, scale: float = 1.0) -> None:
         """Set the gradient of each micro-batch's loss to its weight in the loss of the batch, times
@@ -189,7 +189,8 @@ class BatchHost:
     def called(self) -> list[Any]:
         """The flat outputs of a call that has succeeded, which draws its seed."""
         outputs = self.flat_output()
-        draw_seed(self.traced)
+        if self.traced.seeded:
+            draw_seed()
         return outputs
 
     def flat_output(self) -> list[Any]:
@@ -208,7 +209,8 @@ class BatchHost:
 
     def _parts(self, name: str) -> list[Any]:
         """An output of each micro-batch."""
-        return [self.here(part) for part in self.outputs[name]]
+        parts = self.outputs[name]
+        return parts if self._place is None else [self.here(part) for part in parts]
 
     def here(self, value: Any) -> Any:
         """A value on the caller's device."""
@@ -241,22 +243,18 @@ def in_own_storage(value: Any) -> Any:
     return value
 
 
-def draw_seed(traced: Traced) -> int:
-    """Draw a seed from torch's generator; return 0 if the graph draws no random numbers."""
-    if not traced.seeded:
-        return 0
+def draw_seed() -> int:
+    """Draw a seed from torch's generator."""
     with _DRAWING:
         return int(torch.randint(2**62, (), device="cpu").item())
 
 
-def next_seed(traced: Traced) -> int:
+def next_seed() -> int:
     """The next result of ``draw_seed``, without drawing: a run draws only when it succeeds."""
-    if not traced.seeded:
-        return 0
     with _DRAWING:
         before = torch.get_rng_state()
         try:
-            return draw_seed(traced)
+            return draw_seed()
         finally:
             torch.set_rng_state(before)
 

@@ -173,7 +173,7 @@ class Machine:
     def held(self, stage: int, version: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """A stage's parameters of a version, and its buffers as before the run, on this device."""
         home = self.weights.parameters(stage, self.step + version), self.weights.buffers(stage)
-        if self.device not in self.program.copies_of(stage):
+        if not self.program.copies or self.device not in self.program.copies_of(stage):
             return home
         parameters, buffers = self.store.values[own_buffer("weights", stage, self.device, version)]
         for parameter, like in zip(parameters, home[0], strict=True):
@@ -185,7 +185,7 @@ class Machine:
         totals = self.store.gradients.get((x.stage, x.batch))
         if totals is not None:
             return totals
-        if self.device in self.program.copies_of(x.stage):
+        if self.program.copies and self.device in self.program.copies_of(x.stage):
             return ()  # the sums of its home device begin where earlier steps have ended
         return self.weights.started(x.stage)
 

@@ -306,7 +306,8 @@ class FlushedRun(BatchRun[LiveWeights]):
         return returned
 
     def _commit(self) -> None:
-        self.weights.commit(self._written(), self.gradients())
+        written = {n: value for m in self.machines for n, value in m.store.state.items()}
+        self.weights.commit(written, self.gradients())
         self.committed = True
         self._group.kept += 1
 
@@ -352,9 +353,6 @@ class FlushedRun(BatchRun[LiveWeights]):
             machine.store.gradients.clear()
             if values:
                 machine.store.values.clear()
-
-    def _written(self) -> dict[str, Tensor]:
-        return {n: value for m in self.machines for n, value in m.store.state.items()}
 
     def gradients(self) -> dict[int, list[Tensor | None]]:
         """Stage → the sums of its parameters' gradients."""

@@ -20,6 +20,7 @@ from fxpipe.random import mix
 from fxpipe.runtime.batch import Batch
 from fxpipe.runtime.host import BatchHost, draw_seed, join, next_seed
 from tests.helpers.fronted import front_end
+from tests.helpers.tiny import adam, batch, pipe_of
 from tests.oracles import loop
 
 
@@ -281,12 +282,20 @@ def test_a_micro_batchs_loss_weighs_its_share() -> None:
 
 
 def test_a_seed_looked_at_is_the_one_drawn_next() -> None:
-    traced = front_end(Dropped(), torch.randn(5, 4))
-    ahead = next_seed(traced)
-    assert next_seed(traced) == ahead
-    assert draw_seed(traced) == ahead
-    assert draw_seed(traced) != ahead
-    plain = front_end(nn.ReLU(), torch.randn(5, 4))
-    before = torch.get_rng_state()
-    assert draw_seed(plain) == 0
-    assert torch.equal(torch.get_rng_state(), before)
+    ahead = next_seed()
+    assert next_seed() == ahead
+    assert draw_seed() == ahead
+    assert draw_seed() != ahead
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_training_of_a_model_that_draws_nothing_leaves_torchs_generator_alone(
+    schedule: str,
+) -> None:
+    with pipe_of(2, schedule, optimizer=adam) as pipe:
+        x, y = batch()
+        pipe.step(x, target=y)
+        before = torch.get_rng_state()
+        pipe.step(x, target=y)
+        pipe(x)
+        assert torch.equal(torch.get_rng_state(), before)

@@ -49,7 +49,8 @@ def step(
         clipping.settle(number - 2 - compiled.schedule.depth)
     dtype, scale = engine.dtype_and_scale(compiled, number)
     host.weigh_loss(dtype, scale)
-    draw_seed(compiled.traced)
+    if compiled.traced.seeded:
+        draw_seed()
     lock = engine._lock
     loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
     job = Job(compiled.kernels, host, clipping, compiled.specs)

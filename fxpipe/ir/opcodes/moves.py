@@ -55,8 +55,7 @@ class Output(_Reading):
     def run(self, machine: Machine) -> None:
         buffer = self.buffer
         host, value = machine.jobs[machine.step + buffer.batch].host, machine.store.values[buffer]
-        host.take(buffer, value)
-        if host.wants(buffer):
+        if host.take(buffer, value):
             machine.channels.publish(machine.named(buffer), value)
 
 
