@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.kernels.graph import GraphKernel
+from fxpipe.runtime.backend import Worker
 from fxpipe.runtime.batch import Batch, MicroBatches
 from fxpipe.runtime.host import BatchHost, Job
+from tests.helpers.tiny import batch, pipe_of
 
 ROOT = Path(fxpipe.__file__).parent.parent
 
@@ -95,6 +100,33 @@ def test_a_step_like_an_earlier_one_goes_straight_through(dispatch: Any) -> None
         entered.on = False
     assert "fxpipe/runtime/interpreter.py" in entered.files
     assert "fxpipe/kernels/graph.py" in entered.files
-    assert len(entered.files) <= 28, sorted(entered.files)
+    assert len(entered.files) <= 27, sorted(entered.files)
     returns = [folder for i, folder in enumerate(entered.way) if folder in entered.way[:i]]
     assert entered.way[0] == "fxpipe" and len(returns) <= 2, entered.way
+
+
+def test_the_documented_calls_lead_from_a_step_to_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (told,) = re.findall(r"to a graph these are eight calls:(.*?)own\.", page, re.S)
+    ways: list[list[str]] = []
+
+    def recorded(function: Any) -> Any:
+        def record(*args: Any) -> Any:
+            frames = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
+            ways.append([code.co_qualname for code in frames if "/fxpipe/" in code.co_filename])
+            return function(*args)
+
+        return record
+
+    x, y = batch()
+    with pipe_of(2, "1f1b") as pipe:
+        pipe.step(x, target=y)
+        monkeypatch.setattr(Worker, "submit", recorded(Worker.submit))
+        for stage in pipe.plan.stages:
+            graph = cast(GraphKernel, stage.kernel).forward_graph
+            monkeypatch.setattr(graph, "forward", recorded(graph.forward))
+        pipe.step(x, target=y)
+    here, there = ways[0], ways[-1]
+    here = here[: here.index("Pipeline.step")]
+    way = [*reversed(here), *reversed(there[: there.index("_work")])]
+    assert way == re.findall("`(.*?)`", told)
