@@ -338,6 +338,20 @@ class Recipes(UserDict[str, Recipe]):
     def clear(self) -> None:
         self.data.clear()
 
+    def enter(self, recipe: Recipe) -> Recipe:
+        """Register a recipe under its name, in place of an earlier one, and return it. Raises
+        InputError if that is the library's, unless this one is, too."""
+        name = recipe.name
+        if not _ours(recipe) and name in self and _ours(self[name]):
+            raise InputError(f"{name!r} is a schedule of the library; give yours another name")
+        self.data[name] = recipe
+        return recipe
+
+
+def _ours(recipe: Recipe) -> bool:
+    """Whether a recipe is the library's own."""
+    return str(getattr(recipe.tasks, "__module__", "")).startswith("fxpipe.")
+
 
 RECIPES = Recipes()
 """Every registered recipe by name; ``fxpipe.schedules`` fills in the library's own."""
@@ -353,7 +367,7 @@ def schedule(
 ) -> Callable[[Rows], Recipe]:
     """Decorator: register a generator of tasks as the recipe ``name``.
 
-    Registering a name again replaces it, so that a notebook cell can be run twice.
+    Registering a name of yours again replaces it, so that a notebook cell can be run twice.
 
     Args:
         name: the name that ``fxpipe.compile(schedule=...)`` takes.
@@ -367,7 +381,7 @@ def schedule(
             by default each feeds the next. See Schedule.
 
     Raises:
-        InputError: the name is not a text.
+        InputError: the name is not a text, or that of a schedule of the library.
     """
     if not isinstance(name, str):
         raise InputError(
@@ -376,9 +390,7 @@ def schedule(
         )
 
     def register(tasks: Rows) -> Recipe:
-        recipe = Recipe(name, tasks, delay, placement, slices=slices, edges=edges)
-        RECIPES[name] = recipe
-        return recipe
+        return RECIPES.enter(Recipe(name, tasks, delay, placement, slices=slices, edges=edges))
 
     return register
 

@@ -238,3 +238,25 @@ def test_what_is_no_task_is_refused_with_its_place() -> None:
     recipe = Recipe("odd", lambda device, devices, microbatches: ["F0"])
     with pytest.raises(InputError, match="device 0, position 0: got 'F0'"):
         recipe(2, 2)
+
+
+@by_name
+def test_no_schedule_takes_the_place_of_the_librarys(recipe: Recipe) -> None:
+    def mine(*where: int) -> Iterator[Task]:
+        yield from ()
+
+    with pytest.raises(InputError, match=f"{recipe.name!r} is a schedule of the library"):
+        fxpipe.schedule(recipe.name)(mine)
+    assert find_recipe(recipe.name) is recipe
+
+
+def test_a_schedule_of_ones_own_is_replaced_by_a_later_one_of_its_name() -> None:
+    def first(*where: int) -> Iterator[Task]:
+        yield F(0)
+
+    def second(*where: int) -> Iterator[Task]:
+        yield B(0)
+
+    fxpipe.schedule("replaced")(first)
+    later = fxpipe.schedule("replaced")(second)
+    assert find_recipe("replaced") is later

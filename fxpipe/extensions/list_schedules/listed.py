@@ -87,9 +87,10 @@ def list_schedule(
 
     Raises:
         InputError: ``kinds`` has no forward, or a letter that is no kind of task of a micro-batch;
-            or a time is negative; or one of ``memory`` and ``sizes`` is missing. When a schedule is
-            made: a stage has copies, stages cannot be divided into slices, or the devices wait for
-            one another, for a limit is too small for this order.
+            or a time is negative; or one of ``memory`` and ``sizes`` is missing; or the name is
+            that of a schedule of the library. When a schedule is made: a stage has copies, stages
+            cannot be divided into slices, or the devices wait for one another, for a limit is too
+            small for this order.
     """
     for kind in kinds:
         if kind not in KINDS or not KINDS[kind].per_microbatch:
@@ -140,11 +141,8 @@ def list_schedule(
             if kinds != "F":
                 yield from map(U, stages)
 
-        tasks.__doc__ = urgency.__doc__
-        RECIPES[name] = recipe = Recipe(
-            name, tasks, placement=placement, slices=slices, edges=edges
-        )
-        return recipe
+        tasks.__doc__, tasks.__module__ = urgency.__doc__, urgency.__module__
+        return RECIPES.enter(Recipe(name, tasks, placement=placement, slices=slices, edges=edges))
 
     return register
 

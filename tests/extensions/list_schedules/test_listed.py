@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,7 +29,7 @@ from tests.oracles.small_simulator import (
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.extensions.list_schedules.listed.RECIPES", dict(RECIPES))
+    monkeypatch.setattr("fxpipe.extensions.list_schedules.listed.RECIPES", copy(RECIPES))
 
 
 def listed(kinds: str, urgent: str = "BIFW", **options: Any) -> Recipe:
@@ -285,6 +286,16 @@ def test_rules_that_make_no_schedule_are_refused(
 def test_stages_that_no_slices_share_are_refused() -> None:
     with pytest.raises(InputError, match=r"'mine': there are 3 stages in 2 slices; .*round_robin"):
         listed("FB", slices=2)(3, 2)
+
+
+def test_a_rule_of_ones_own_is_replaced_and_the_librarys_is_not() -> None:
+    assert listed("FB") is not listed("FB", "FB")
+
+    def rule(task: Task, devices: int) -> Any:
+        return task.kind
+
+    with pytest.raises(InputError, match="'hanayo' is a schedule of the library"):
+        fxpipe.list_schedule("hanayo", "FB")(rule)
 
 
 def test_copies_are_refused() -> None:
