@@ -30,9 +30,8 @@ def explained_failure(machine: Machine, cause: BaseException, consequence: str) 
     """
     if isinstance(cause, ExecutionError):
         return cause
-    instruction = machine.program.lists[machine.device][machine.position]
     text = running(machine)
-    stage, microbatch = _place(instruction)
+    stage, microbatch = _place(machine)
     line = source.of_failure(cause)
     which = text + _named(stage, microbatch)
     where = f"device {machine.device}, instruction {machine.position}: {which} failed"
@@ -55,7 +54,9 @@ def explained_failure(machine: Machine, cause: BaseException, consequence: str) 
 
 
 def running(machine: Machine) -> str:
-    """The text of the instruction that a machine is running."""
+    """The text of the instruction that a machine is running; behind the last one, of that place."""
+    if machine.at_end:
+        return "the end of the list"
     return print_instruction(machine.program.lists[machine.device][machine.position])
 
 
@@ -66,8 +67,11 @@ def whereabouts(machine: Machine) -> str:
     return f"device {machine.device} was at instruction {machine.position}, {running(machine)}"
 
 
-def _place(instruction: ins.Instruction) -> tuple[int | None, int | None]:
-    """The stage and the micro-batch of an instruction, None where it has none."""
+def _place(machine: Machine) -> tuple[int | None, int | None]:
+    """The stage and the micro-batch of the instruction that runs, None where it has none."""
+    if machine.at_end:
+        return None, None
+    instruction = machine.program.lists[machine.device][machine.position]
     buffer = getattr(instruction, "buffer", None)
     if buffer is not None:
         here = isinstance(instruction, ins.Arrival)

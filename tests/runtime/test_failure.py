@@ -49,6 +49,16 @@ def test_the_stage_is_the_one_at_whose_end_of_a_transfer_it_is(
     assert explained_failure(at(PROGRAM, 0, kind), ValueError(), "").stage == stage
 
 
+def test_what_fails_behind_the_last_instruction_is_told_too() -> None:
+    machine, cause = at(PROGRAM, 1, ins.Recompute), ValueError("no link")
+    error = explained_failure(machine, cause, "the weights are as before")
+    assert str(error) == (
+        f"device 1, instruction {len(PROGRAM.lists[1])}: the end of the list failed "
+        "(ValueError: no link); the weights are as before"
+    )
+    assert (error.device, error.stage, error.microbatch) == (1, None, None)
+
+
 def test_an_error_that_is_explained_already_stays() -> None:
     known = explained_failure(at(PROGRAM, 0, ins.Forward), ValueError(), "")
     assert explained_failure(at(PROGRAM, 1, ins.Forward), known, "more") is known
