@@ -312,7 +312,7 @@ class FlushedRun(BatchRun[LiveWeights]):
         self._group.kept += 1
 
     def _interruptible(self) -> bool:
-        """See Run; once an update may have begun, all are let finish."""
+        """See BatchRun; once an update may have begun, all are let finish."""
         return self.weights.stop_before_updates(self._group.size > 1)
 
     def _give_up(self) -> str:

@@ -29,7 +29,7 @@ class OverlappingRun(BatchRun[VersionedWeights]):
     """
 
     def __init__(self, *where: Any, first: int, **how: Any) -> None:
-        """See Run; no batch is in flight yet. The weights must be bound to the plan."""
+        """See BatchRun; no batch is in flight yet. The weights must be bound to the plan."""
         super().__init__(*where, first=first, **how)
         self.count = self._first = first
         # device of this process → the last step whose list it has left
