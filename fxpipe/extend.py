@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fxpipe.ir.recipe import Recipe
     from fxpipe.ir.schedule import Schedule
     from fxpipe.kernels.kernel import Kernel
-    from fxpipe.passes.partition.work import Partitioner
+    from fxpipe.passes.partition.solve import Partitioner
     from fxpipe.passes.runner import Pass
     from fxpipe.runtime.choice import ThreadChoice
 

@@ -32,10 +32,9 @@ from fxpipe.passes.partition.assignment import (
 )
 from fxpipe.passes.partition.atoms import Footprint, atoms_of
 from fxpipe.passes.partition.measure import NodeCost
-from fxpipe.passes.partition.solve import ExactCut
+from fxpipe.passes.partition.solve import Partitioner
 from fxpipe.passes.partition.work import (
     Division,
-    Partitioner,
     StageDevices,
     weigh,
 )
@@ -58,7 +57,7 @@ def balance(
         footprint: what stays in memory, for the limits.
         nearest: whether to return the cut that comes nearest to the memory limits, instead of
             raising, if no cut keeps them.
-        partitioner: what divides the work; by default that of the extension that has one.
+        partitioner: what divides the work; by default ``Partitioner`` itself.
 
     Raises:
         PartitionError: the graph cannot be cut into that many stages, or no cut keeps the limits.
@@ -70,7 +69,7 @@ def balance(
             f"the model can be cut into at most {len(atoms.nodes)} stages, not {stages}; "
             "give fewer devices"
         )
-    partitioner = partitioner or ExactCut()
+    partitioner = partitioner or Partitioner()
     division = partitioner.divide(atoms.work, machine)
     if division is None:
         division = partitioner.nearest(atoms.work, machine)

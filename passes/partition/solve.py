@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from fxpipe.passes.partition.runs import Runs
 from fxpipe.passes.partition.work import (
     Division,
-    Partitioner,
     StageDevices,
     Work,
     even_runs,
@@ -113,14 +112,17 @@ def _stages(order: Sequence[int], cuts: Sequence[int]) -> list[int]:
     return stage_of
 
 
-class ExactCut(Partitioner):
-    """Cuts several orders of the operations in the best way, within links and limits."""
+class Partitioner:
+    """Divides work among stages: cuts several orders of the operations in the best way, within
+    links and limits. An extension may have another one."""
 
     def divide(self, work: Work, machine: StageDevices) -> Division | None:
-        """See Partitioner. Of divisions whose slowest stage is within one hundredth of the best
-        found, it is the one that sends the fewest bytes."""
+        """Divide the atoms, of which there are at least as many as stages; None if that keeps no
+        memory limits. Of divisions whose slowest stage is within one hundredth of the best found,
+        it is the one that sends the fewest bytes."""
         return solve(work, machine)
 
     def nearest(self, work: Work, machine: StageDevices) -> Division:
-        """See Partitioner. It keeps the limits once all are scaled by the least common factor."""
+        """The division that comes nearest to the memory limits, where ``divide`` finds none: it
+        keeps them once all are scaled by the least common factor."""
         return least_limits(work, machine)

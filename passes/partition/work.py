@@ -194,24 +194,6 @@ class Division:
         )
 
 
-class Partitioner:
-    """Divides work among stages; ``ExactCut`` does where an extension has no other."""
-
-    def divide(self, work: Work, machine: StageDevices) -> Division | None:
-        """Divide the atoms, of which there are at least as many as stages; None if that keeps no
-        memory limits.
-
-        Args:
-            work: the atoms.
-            machine: the devices of the stages.
-        """
-        raise NotImplementedError
-
-    def nearest(self, work: Work, machine: StageDevices) -> Division:
-        """The division that comes nearest to the memory limits, where ``divide`` finds none."""
-        raise NotImplementedError
-
-
 def even_runs(ends: Sequence[float], speeds: Sequence[float]) -> list[int]:
     """Return where the stages after the first begin in the cut with the fastest slowest stage, if
     only compute counts. No stage is empty.
