@@ -11,11 +11,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.compiler.guard import KEPT
+from fxpipe.compiler import compiler, guard
 from tests.helpers.profiles import DEEP
 from tests.oracles import loop
 
 pytestmark = pytest.mark.traces
+
+KEPT = guard.KEPT if DEEP else 5
+
+
+@pytest.fixture(autouse=True)
+def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (compiler, guard):
+        monkeypatch.setattr(module, "KEPT", KEPT)
 
 
 class Net(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 from tests.oracles.delayed_loop import DelayedLoop
 
@@ -92,17 +93,20 @@ def _trained(
 UNREAD: dict[str, Callable[[int], dict[str, Any]]] = {
     "file names": lambda step: {"names": [f"{step}_{i}.png" for i in range(8)]},
     "a counter": lambda step: {"index": step},
-    "a share": lambda step: {"index": step / 3},
+    "a share": lambda step: {"share": step / 3},
     "bytes in a dict": lambda step: {"meta": {"id": [bytes(step), step], "split": "train"}},
     "a path and an array": lambda step: {"at": Path(f"{step}"), "raw": numpy.ones(step + 1)},
 }
 
 
-@pytest.mark.parametrize("what", UNREAD)
+@pytest.mark.parametrize("names", [*deep(*([what] for what in UNREAD)), [*UNREAD]])
 def test_values_that_no_code_reads_compile_once(
-    what: str, caplog: pytest.LogCaptureFixture
+    names: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _trained(caplog, batch=UNREAD[what]) == 1
+    def batch(step: int) -> dict[str, Any]:
+        return {name: value for what in names for name, value in UNREAD[what](step).items()}
+
+    assert _trained(caplog, batch=batch) == 1
 
 
 def _several(model: Any, loss: Any, step: int) -> None:
@@ -118,8 +122,14 @@ CHANGES: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("what", "schedule"),
+    [
+        *((what, "1f1b") for what in CHANGES if what != "several"),
+        ("several", "zb-h1"),
+        *deep(("several", "1f1b"), *((what, "zb-h1") for what in CHANGES if what != "several")),
+    ],
+)
 def test_numbers_beside_the_batch_compile_twice(
     what: str, schedule: str, caplog: pytest.LogCaptureFixture
 ) -> None:

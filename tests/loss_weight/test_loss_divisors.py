@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, log_softmax, mse_loss, nll_loss, 
 
 import fxpipe
 from tests.helpers.losses import IGNORED, assert_whole, counted, masked_mean, net, rows
-from tests.helpers.profiles import DEEP
+from tests.helpers.profiles import DEEP, deep
 from tests.oracles import loop
 
 WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0], dtype=torch.float64)
@@ -187,5 +187,5 @@ PLAIN: list[Callable[..., Tensor]] = [
 @pytest.mark.smoke
 @pytest.mark.parametrize("loss", PLAIN)
 def test_nothing_is_said_of_means_over_samples(loss: Callable[..., Tensor]) -> None:
-    for samples in (6, 7):  # a warning would be an error
+    for samples in (*deep(6), 7):  # a warning would be an error
         assert_whole(loss, *rows(samples), 3, lambda *given: loss(*given).mean())

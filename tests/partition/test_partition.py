@@ -274,7 +274,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "shared norm": (Shared, lambda n: torch.randn(n, 4)),
     "tiny": (Tiny, lambda n: torch.randn(n, 4)),
     "cast": (Cast, lambda n: torch.randn(n, 4)),
-    "tied transformer": (Language, lambda n: torch.randint(11, (n, 5))),
+    "tied transformer": (lambda: Language(1), lambda n: torch.randint(11, (n, 5))),
     "dropout": (
         lambda: nn.Sequential(
             nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)

@@ -10,6 +10,7 @@ import pstats
 import textwrap
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.nn.modules.module import (
 )
 
 import fxpipe
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 SLOPE = 1.0
@@ -139,9 +141,9 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("changes", [*deep(*([what] for what in CHANGES)), [*CHANGES]])
 def test_what_changes_between_steps_counts_from_the_next_step_on(
-    what: str, monkeypatch: pytest.MonkeyPatch
+    changes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "SLOPE", 1.0)
     torch.manual_seed(0)
@@ -149,10 +151,10 @@ def test_what_changes_between_steps_counts_from_the_next_step_on(
     alone, loss_alone = copy.deepcopy(model), copy.deepcopy(loss)
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
     with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=loss) as pipe:
-        for step in range(3):
-            if step == 1:
-                CHANGES[what](model, loss)
-                CHANGES[what](alone, loss_alone)
+        for step in ("first", *changes, "again"):
+            if step in CHANGES:
+                CHANGES[step](model, loss)
+                CHANGES[step](alone, loss_alone)
             made = pipe.step(x, target=target)
             classes = loss_alone.weight.double()
             expected = loop.train(
@@ -190,41 +192,39 @@ SHARED: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "an attribute of an imported module": lambda patch: patch.setattr(OPTIONS, "gain", 2.0),
     "a hook of all modules": _hook_all,
 }
-DEEP: dict[str, Callable[[Any], Any]] = {
+INSIDE: dict[str, Callable[[Any], Any]] = {
     "an entry of a list in a dict": lambda model: model.nested["rows"][0].update(gain=2.0),
-    "a list in a dict": lambda model: model.nested.update(rows=[{"gain": 2.0}]),
+    "a list in a dict": lambda model: model.nested.update(rows=[{"gain": 3.0}]),
     "an entry of a list in a tuple": lambda model: model.pair[0].__setitem__(0, 2.0),
     "an object in an object in a list": lambda model: setattr(model.objects[0].inner, "gain", 2.0),
 }
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("what", [*SHARED, *DEEP])
-def test_what_is_deep_inside_or_shared_counts_from_the_next_step_on(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "changes", [*deep(*([what] for what in SHARED | INSIDE)), [*SHARED], [*INSIDE]]
+)
+def test_what_is_deep_inside_or_shared_counts_from_the_next_step_on(changes: list[str]) -> None:
+    """What is shared is put back, and all is as before."""
     torch.manual_seed(0)
     model = Reader()
     x, target = torch.randn(8, 4), torch.randint(3, (8,))
-    handle = None
-    try:
-        with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+    with fxpipe.compile(model, 2 * ["cpu"], microbatches=2, loss=F.cross_entropy) as pipe:
+        for what in changes:
             before = pipe.step(x, target=target)
-            if what in SHARED:
-                handle = SHARED[what](monkeypatch)
-            else:
-                DEEP[what](model)
+            with pytest.MonkeyPatch.context() as patch, ExitStack() as ended:
+                handle = SHARED[what](patch) if what in SHARED else INSIDE[what](model)
+                if handle is not None:
+                    ended.callback(handle.remove)
+                loop.clear(model)
+                made = pipe.step(x, target=target)
+                gradients = loop.gradients(model)
+                loop.clear(model)
+                expected = loop.train(model, 2, x, loss=F.cross_entropy, target=target)
+            assert torch.equal(made, expected.loss), what
+            assert not torch.equal(made, before), what
+            loop.assert_same(gradients, loop.gradients(model))
             loop.clear(model)
-            made = pipe.step(x, target=target)
-            gradients = loop.gradients(model)
-        loop.clear(model)
-        expected = loop.train(model, 2, x, loss=F.cross_entropy, target=target)
-        assert torch.equal(made, expected.loss)
-        assert not torch.equal(made, before)
-        loop.assert_same(gradients, loop.gradients(model))
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def test_a_backward_hook_of_all_modules_is_refused() -> None:

@@ -17,6 +17,7 @@ from examples.published_schedules import bpipe, helixpipe, mepipe, slimpipe, spp
 from fxpipe import Recipe, Schedule
 from fxpipe.schedules import one_f_one_b
 from fxpipe.schedules.one_f_one_b import seq1f1b
+from tests.helpers.profiles import deep
 from tests.oracles import loop
 
 RECIPES = [
@@ -130,7 +131,9 @@ def by_seq1f1b(slices: int) -> dict[str, Tensor | None]:
 
 @pytest.mark.models
 @pytest.mark.parametrize(
-    "recipe", [slimpipe(4), slimpipe(2, 2), mepipe(4, 3), sppo(4)], ids=lambda recipe: recipe.name
+    "recipe",
+    [slimpipe(2), slimpipe(2, 2), mepipe(2, 1), sppo(2), *deep(slimpipe(4), mepipe(4, 3), sppo(4))],
+    ids=lambda recipe: recipe.name,
 )
 def test_published_schedules_of_slices_train_as_the_loop(recipe: Recipe) -> None:
     model, x, y = attending()

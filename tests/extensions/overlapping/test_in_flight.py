@@ -20,7 +20,9 @@ pytestmark = pytest.mark.smoke
 
 
 def test_inference_and_state_dict_see_the_newest_version_and_change_nothing() -> None:
-    model, data = make("unet", 6, 5)
+    data = make("mlp", 6, 9)[1]
+    layers = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 6)
+    model = nn.Sequential(*layers).double()
     expected = DelayedLoop.beside(model, SGD, 4)
     alone = expected.model
     with compiled(model, 2, 4) as pipe:

@@ -58,7 +58,7 @@ CASES = [
     ("mlp", "groups", 4, 3),
     *deep(("mlp", "fused", 3, 3)),
     ("unet", "adamw", 2, 2),
-    ("transformer", "sgd", 2, 3),
+    *deep(("transformer", "sgd", 2, 3)),
 ]
 if DEEP:
     CASES += [

@@ -34,7 +34,7 @@ from fxpipe.extensions.simulator.costs import (
 )
 from fxpipe.extensions.tables import time_text
 from fxpipe.ir.recipe import Placement, find_recipe, one_each, round_robin, vee
-from tests.helpers.profiles import DEEP, deep
+from tests.helpers.profiles import DEEP, LEVELS, deep
 from tests.oracles.delayed_loop import DelayedLoop
 from tests.oracles.loop import train
 
@@ -69,12 +69,13 @@ def assert_steps_like_the_loop(pipe: fxpipe.Pipeline, alone: nn.Module, samples:
 
 def test_a_model_is_fitted_into_its_devices_or_what_is_missing_is_enough() -> None:
     x, y = batch(4)
-    with pipe_of(layers(), optimizer=torch.optim.Adam, example=((x,), {"target": y})) as pipe:
+    given: dict[str, Any] = {"optimizer": torch.optim.Adam}
+    if not DEEP:
+        given["microbatches"] = 2
+    with pipe_of(layers(), **given, example=((x,), {"target": y})) as pipe:
         most = max(memory.peak for memory in pipe.simulate().memory)
     refused = 0
-    given: dict[str, Any] = {"optimizer": torch.optim.Adam, "schedule": "auto"}
-    if not DEEP:
-        given["microbatches"] = 4
+    given["schedule"] = "auto"
     for share in (*deep(1.5, 0.8), 0.3):
         limits: Any = int(most * share)
         for _ in range(2):
@@ -168,7 +169,7 @@ def test_half_of_the_memory_is_enough_with_what_is_recomputed_or_stored() -> Non
     options: Any = {"microbatches": 8, "loss": mse_loss, "optimizer": torch.optim.Adam}
 
     def ran(**more: Any) -> tuple[list[int], list[int], list[str]]:
-        with fxpipe.compile(UNet(2, 8, depth=2), ["cpu"] * 2, **options, **more) as pipe:
+        with fxpipe.compile(UNet(2, 8, depth=LEVELS), ["cpu"] * 2, **options, **more) as pipe:
             pipe.prepare(x, target=y)
             predicted = [memory.peak for memory in pipe.simulate().memory]
             with counted(pipe) as found:
@@ -358,7 +359,7 @@ def test_a_schedule_is_chosen_anew_while_numbers_change() -> None:
     torch.manual_seed(0)
     model = Windowed()
     with fxpipe.compile(model, ["cpu"] * 2, schedule="auto", loss=nn.functional.mse_loss) as pipe:
-        for step, size in enumerate((4, 8, 8, 16)):
+        for step, size in enumerate((4, 8, 8, *deep(16))):
             model.width, model.beta = 1 + step % 3, 1 + step / 4
             x, y = torch.randn(size, 4), torch.randn(size, 3)
             loss = pipe.step(x, target=y)

@@ -19,7 +19,7 @@ from fxpipe.extensions.planner.bounds import ALWAYS, NEVER
 from fxpipe.extensions.planner.candidates import Candidate, library_over
 from fxpipe.ir.recipe import find_recipe
 from tests.extensions.planner.test_auto import batch, layers
-from tests.helpers.profiles import LEVELS, deep
+from tests.helpers.profiles import DEEP, LEVELS, deep
 
 
 def unet() -> tuple[nn.Module, Tensor, Tensor]:
@@ -46,7 +46,7 @@ def test_a_device_holds_no_less_than_its_bound(family: str, skips: bool) -> None
         never, always = (NEVER,) * count, (ALWAYS,) * count
         place = find_recipe(family).placement
         for recipe in library_over(2, place, flush=family != "2bw"):
-            for m in (2, 8):
+            for m in (2, 8 if DEEP else 4):
                 drawn = [tuple(draw.choice((NEVER, ALWAYS)) for _ in never) for _ in range(2)]
                 for modes in ((never, never), (always, never), drawn):
                     candidate = Candidate(recipe, m, modes[0], modes[1])

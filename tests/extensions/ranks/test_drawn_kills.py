@@ -22,7 +22,7 @@ from tests.helpers.ranks import CONTEXT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="processes are killed as POSIX does")
 
-KILLS = 30 if DEEP else 10
+KILLS = 30 if DEEP else 6
 
 STEPS, EVERY = 6, 2
 

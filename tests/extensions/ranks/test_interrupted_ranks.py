@@ -39,7 +39,10 @@ def interrupted(mesh: DeviceMesh, everywhere: bool) -> tuple[set[str], set[str]]
         options = options_of(mesh.size())[name]
         beside = Beside(mesh, **options)
         beside.step()
+        known = set() if DEEP else {*kinds}  # those that other options have
         for rank, position, instruction in first_of_each_kind(beside.pipe):
+            if type(instruction).__name__ in known:
+                continue
             before, count = Snapshot.of(beside.pipe), beside.pipe.batches
             x, y = beside.batch()
             mine = everywhere or rank == here

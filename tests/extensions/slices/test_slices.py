@@ -111,8 +111,8 @@ TERAPIPE = Recipe("terapipe", all_forwards_first, placement=fxpipe.round_robin(3
     ("recipe", "devices", "options"),
     [
         (seq1f1b(2), 2, {}),
-        (seq1f1b(4), 1, {}),
-        (seq1f1b(3), 2, {"recompute": "always"}),
+        (seq1f1b(2), 1, {}),
+        (seq1f1b(2), 2, {"recompute": "always"}),
         (TERAPIPE, 2, {"partition": ["blocks.1"]}),
     ],
     ids=["two", "one device", "recomputed", "an own schedule"],

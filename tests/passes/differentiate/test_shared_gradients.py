@@ -51,7 +51,7 @@ def test_gradients_equal_the_loops(reads: list[int], times: float) -> None:
         loss=loss,
         partition=[f"layers.{index}" for index in range(1, len(reads))],
     ) as pipe:
-        for rows in (4, 7):
+        for rows in (4, 7) if DEEP or reads == [2, 3, 2, 2] else (4,):
             x, y = torch.randn(rows, 4), torch.randn(rows, 4)
             pipe.step(x, target=y)
             loop.train(alone, 2, x, loss=loss, target=y)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,12 +37,13 @@ class Net(nn.Module):
         return made
 
 
-def step_as_the_loop(model: nn.Module, schedule: str) -> None:
+def step_as_the_loop(model: nn.Module, schedule: str, sizes: Sequence[int] = (6,)) -> None:
+    """With a second size there is a graph for all."""
     alone = copy.deepcopy(model)
     with fxpipe.compile(
         model, 2 * ["cpu"], schedule=schedule, microbatches=3, loss=F.cross_entropy
     ) as pipe:
-        for rows in (6, 7, 3):
+        for rows in sizes:
             x, target = torch.randn(rows, 6), torch.randint(3, (rows,))
             made = pipe.step(x, target=target)
             expected = loop.train(alone, 3, x, loss=F.cross_entropy, target=target)
@@ -65,7 +66,7 @@ def normed_beside_a_write_through_a_view(net: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("between", [normed, normed_beside_a_write_through_a_view])
 def test_instance_norms_running_statistics_are_the_loops(between: Any, schedule: str) -> None:
     model = Net(between)
-    step_as_the_loop(model, schedule)
+    step_as_the_loop(model, schedule, (6, 7, 3))
     assert model.norm.running_mean is not None
     assert model.norm.running_mean.any()
 
@@ -128,7 +129,7 @@ def test_a_layer_mapped_over_rows_trains_as_by_the_loop(schedule: str) -> None:
     def between(net: Any, x: Tensor) -> Any:
         return torch.vmap(lambda row: net.extra(row) * row.sum())(x)
 
-    step_as_the_loop(Net(between), schedule)
+    step_as_the_loop(Net(between), schedule, (6, 7))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_what_is_chosen_by_whole_numbers_is_traced(
     between: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Net(between)
-    step_as_the_loop(model, "1f1b")
+    step_as_the_loop(model, "1f1b", (6, 7))
     assert "cannot be traced" not in caplog.text
 
 
@@ -154,7 +155,7 @@ def test_data_is_read_and_a_buffers_data_is_written_as_by_the_loop(schedule: str
         net.mean.data.mul_(0.9).add_(x.data.mean(0))
         return net.extra(x) @ net.first.weight.data - net.mean
 
-    step_as_the_loop(Net(between), schedule)
+    step_as_the_loop(Net(between), schedule, (6, 7))
 
 
 def write_plain(net: Any, x: Tensor) -> Any:
