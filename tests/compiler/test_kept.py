@@ -66,6 +66,24 @@ def test_graphs_do_not_grow_with_ever_other_sizes_and_strings() -> None:
         assert alive[-1]["tensors"] <= alive[1]["tensors"] + 8
 
 
+def test_states_of_the_model_do_not_grow_with_ever_other_ones() -> None:
+    class Titled(Net):
+        title = ""
+
+        def forward(self, x: Tensor, name: str = "") -> Tensor:
+            return super().forward(x, self.title)
+
+    model, x = Titled(), torch.randn(4, 3)
+    with fxpipe.compile(model, ["cpu"], microbatches=2) as pipe:
+        for length in range(1, 2 * KEPT + 2):
+            model.title = "x" * length
+            assert torch.equal(pipe(x), model(x))
+            states = pipe._compiler._guard._states
+            assert len(states) == min(length, KEPT)
+        model.title = "x"  # long forgotten
+        assert torch.equal(pipe(x), model(x))
+
+
 def test_a_call_that_comes_again_is_kept_longer_than_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
