@@ -80,7 +80,7 @@ def split_joint(
     _copy_shared_gradients(graph, inputs, computed, late, {*early, *gradients})
     for node, parameter in zip(computed[inputs:], trained, strict=True):
         node.meta[STRIDES_OF_SUM] = strides_of_sum(node.meta["val"], parameter)
-    nodes = [node for node in graph.nodes if node in early and node not in given]
+    nodes = [node for node in graph.nodes if node in early and node.op != "placeholder"]
     graph = extract(given, nodes, [*outputs, *saved])
     forward = runnable(graph, f"Stage{index}Forward", backward=False)
     if not computed:

@@ -6,8 +6,8 @@ after:   {"conv2d": NodeCost(forward=1.1e-3, backward=2.3e-3, bytes=262144)}
 The graph is differentiated as a single stage. Every operation of its graphs (forward, backward, and
 the halves of the backward) is timed while the graph runs, and counts for the node that it was made
 from. Operations that differ only in the values of their operands share their times. Where values
-share memory, such operations run only as often as they are timed: a model of many equal layers is
-timed as if it had a few.
+share memory, later runs are of operations that lack times only, each once: a model of many equal
+layers is timed as if it had one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ _ROUNDS = 5
 _SAMPLES = 4
 """How often an operation is timed, unless runs end earlier because few operations lack times."""
 
-_LONG = 0.04
+_LONG = 0.01
 """Seconds after which an operation needs no more times: of long ones they differ little."""
+
+_AGREE = 1.1
+"""Nor does it if its times are on average at most so many times the least."""
+
+_WARM = 0.04
+"""Seconds that a first run takes on the host if warming up can only be a small part of it."""
 
 _RARE = 0.1
 """Runs end once operations with fewer times make up at most this share of the total time."""
@@ -211,31 +217,35 @@ class _Times:
     Attributes:
         met: how often each operation occurs in the graphs.
         taken: how often it has run after the first run, which warms up.
-        best: its least time.
-        spent: the sum of its times.
+        noted: how many times of it there are.
+        best: the least of these.
+        spent: their sum.
     """
 
     def __init__(self) -> None:
         self.met: Counter[Operation] = Counter()
         self.taken: Counter[Operation] = Counter()
+        self.noted: Counter[Operation] = Counter()
         self.best: dict[Operation, float] = {}
         self.spent: Counter[Operation] = Counter()
 
     def note(self, operation: Operation, seconds: float) -> None:
         """Note a time of an operation."""
+        self.noted[operation] += 1
         self.best[operation] = min(seconds, self.best.get(operation, seconds))
         self.spent[operation] += seconds  # type: ignore[assignment]
 
     def lacks(self, operation: Operation, more: int = 0) -> bool:
         """Whether an operation lacks times, after so many runs more than were noted."""
-        few = self.taken[operation] < _SAMPLES + more
-        return few and self.spent[operation] < _LONG
+        noted, spent = self.noted[operation], self.spent[operation]
+        agree = noted > 1 and spent <= _AGREE * noted * self.best[operation]
+        return self.taken[operation] < _SAMPLES + more and spent < _LONG and not agree
 
     def enough(self) -> bool:
         """Whether operations with too few times make up little of the total time."""
         total = {operation: best * self.met[operation] for operation, best in self.best.items()}
         rare = sum(total[operation] for operation in total if self.lacks(operation))
-        return bool(total) and rare <= _RARE * sum(total.values())
+        return len(total) == len(self.met) and rare <= _RARE * sum(total.values())
 
 
 class _Again:
@@ -253,7 +263,8 @@ class _Again:
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph and times its operations, except in the first run, which warms up."""
+    """Runs a graph and times its operations, except in the first run, which warms up; with shared
+    memory, what takes long on the host is timed there already."""
 
     def __init__(
         self, module: fx.GraphModule, watch: Stopwatch, times: _Times, scratch: Scratch | None
@@ -264,8 +275,9 @@ class _Timer(fx.Interpreter):
         self._times = times
         self._scratch = scratch
         self._operations: dict[fx.Node, Operation] = {}
-        self._first: dict[Operation, fx.Node] = {}  # operation → where it occurs first
         self._stand_ins: dict[fx.Node, Any] = {}
+        self._calls: dict[Operation, tuple[fx.Node, Any, Any]] = {}  # the first of each, if shared
+        self._value: Any = None
         if scratch is not None:
             # allocate these before the run: lasting small allocations between large temporary
             # ones would keep the allocator from reusing the memory of the large ones
@@ -274,11 +286,18 @@ class _Timer(fx.Interpreter):
         self._spans: list[tuple[Operation, tuple[Any, Any]]] = []
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        value = super().run(*args, **kwargs)
+        calls = {**self._calls}
+        value = self._value if calls else super().run(*args, **kwargs)
+        for operation, call in calls.items():
+            if self._times.lacks(operation):
+                self._times.taken[operation] += 1
+                self._call(*call)
         spans, self._spans = self._spans, []
         times = self._watch.seconds([span for _, span in spans])
         for (operation, _), seconds in zip(spans, times, strict=True):
-            self._times.note(operation, seconds)
+            if calls or not self._calls or seconds > _WARM:
+                self._times.note(operation, seconds)
+        self._value = value if self._calls else None
         return value
 
     def run_node(self, n: fx.Node) -> Any:
@@ -292,27 +311,33 @@ class _Timer(fx.Interpreter):
         else:
             operation = self._operations[n]
             self._times.taken[operation] += 1
-        first = self._first.setdefault(operation, n)
+        if operation in self._calls:
+            return self._kept(n, self._stand_ins[self._calls[operation][0]])
         # time all operations equally often: the least of more times would be smaller
         timed = not warms_up and self._times.lacks(operation, more=1)
-        if not timed and first in self._stand_ins and not (warms_up and first is n):
-            return self._kept(n, self._stand_ins[first])
-        given, calls = args, isinstance(n.target, Called)
+        if self._scratch is not None:
+            self._calls[operation] = n, args, kwargs
+            timed = self._watch.device is None
+        return self._kept(n, self._call(n, args, kwargs, timed))
+
+    def _call(self, n: fx.Node, args: Any, kwargs: Any, timed: bool = True) -> Any:
+        target: Any = n.target
+        given, calls = args, isinstance(target, Called)
         if calls:
             args = pytree.tree_map_only(_Again, _Again.__call__, args)
             if self._scratch is not None:  # autograd notices that scratch memory is written
                 args = pytree.tree_map_only(Tensor, Tensor.clone, args)
         start = self._watch.mark()
-        with n.target.refusing() if isinstance(n.target, Called) else nullcontext():
-            value = n.target(*args, **kwargs)  # type: ignore[operator]
+        with target.refusing() if calls else nullcontext():
+            value = target(*args, **kwargs)
         if timed:
-            self._spans.append((operation, (start, self._watch.mark())))
-        if calls:
-            value = [
-                x if x is None or isinstance(x, Tensor) else _Again(n.target, given, at)
-                for at, x in enumerate(value)
-            ]
-        return self._kept(n, value)
+            self._spans.append((self._operations[n], (start, self._watch.mark())))
+        if not calls:
+            return value
+        return [
+            x if x is None or isinstance(x, Tensor) else _Again(target, given, at)
+            for at, x in enumerate(value)
+        ]
 
     def _kept(self, n: fx.Node, value: Any) -> Any:
         """What later operations read: the value, or its stand-in in shared memory."""

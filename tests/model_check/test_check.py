@@ -252,6 +252,24 @@ def test_a_gradient_that_is_wrong_for_all_weights_nearby_is_refused(
     assert len(runs) == 4
 
 
+@pytest.mark.parametrize("wrong", [1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [0, 7, 15])
+def test_a_wrong_number_in_any_part_of_a_large_gradient_is_found(place: int, wrong: float) -> None:
+    class Spoiled(SerialBackward):
+        def run(self, stage: Stage) -> dict[str, Tensor]:
+            gradients = super().run(stage)
+            if "layer.weight" in gradients:
+                gradients["layer.weight"].view(-1)[place] += wrong
+            return gradients
+
+    with (
+        patch("fxpipe.compiler.model_check.check._CACHED", 4),
+        patch("fxpipe.compiler.model_check.gradients.SerialBackward", Spoiled),
+        pytest.raises(TraceError, match=r"the gradient of 'layer\.weight'"),
+    ):
+        checked(Model(), torch.randn(3, 4))
+
+
 def test_a_small_gradient_is_no_noise() -> None:
     torch.manual_seed(0)
     model = Model(lambda self, x: (self.layer(x) + self.layer(x).detach()) * 1e-7)

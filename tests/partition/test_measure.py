@@ -263,11 +263,16 @@ SHORT = 2.0**-40
 
 
 def slowing(
-    model: nn.Module, x: Tensor, unit: float = SHORT
-) -> tuple[dict[str, NodeCost], Slowing]:
-    traced, watch = front_end(model, x), Slowing(unit)
+    model: nn.Module,
+    x: Tensor,
+    unit: float = SHORT,
+    watch: Counting | None = None,
+    share: bool = False,
+) -> tuple[dict[str, NodeCost], Counting]:
+    traced, watch = front_end(model, x), watch or Slowing(unit)
     plan = part_backward(differentiated(model, traced, whole(traced), x))
-    return measure(traced, plan, values_of(traced, x), traced.state_of(model), watch), watch
+    values, state = values_of(traced, x), traced.state_of(model)
+    return measure(traced, plan, values, state, watch, share), watch
 
 
 def test_equal_layers_cost_the_same_and_are_run_twice() -> None:
@@ -340,3 +345,23 @@ def test_what_takes_long_is_timed_once() -> None:
     times = [cost.forward for name, cost in costs.items() if name.startswith("_softmax")]
     assert len(set(times)) == 5 and times[5] == times[1]
     assert watch.waits == 2  # the first run warms up
+
+
+def test_what_takes_long_is_timed_as_it_warms_up_where_values_share_memory() -> None:
+    costs, watch = slowing(Unlike(), torch.randn(8, 8), unit=1.0, share=True)
+    assert len({cost.forward for name, cost in costs.items() if name.startswith("_softmax")}) == 5
+    assert watch.waits == 1
+
+
+class Even(Counting):
+    """A device on which everything takes equally long."""
+
+    def seconds(self, spans: Sequence[tuple[int, int]]) -> list[float]:
+        return [SHORT * each for each in super().seconds(spans)]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_what_takes_as_long_again_is_timed_twice(share: bool) -> None:
+    costs, watch = slowing(Unlike(), torch.randn(8, 8), watch=Even(), share=share)
+    assert {cost.forward for name, cost in costs.items() if "softmax" in name} == {SHORT}
+    assert watch.waits == 3  # the first run warms up

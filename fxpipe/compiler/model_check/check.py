@@ -8,7 +8,7 @@ and the gradient of every parameter. Random operations draw a fixed pattern in b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -46,6 +46,9 @@ numbers."""
 
 _ROUNDING = 8
 """By how many last bits the sum of some thousand numbers may be off."""
+
+_CACHED = 1 << 18
+"""Of so many numbers, differences are taken at once: new memory for all would take longer."""
 
 _CURE = (
     "have the submodule around it called as it is: compile(..., "
@@ -312,11 +315,22 @@ def _difference(here: Tensor, there: Tensor, allowed: float, few: float = 0.0) -
     if not _rounds(here):
         count = int((here != there).sum())
         return f"{count} of its entries differ" if count > few * here.numel() else ""
-    if not here.numel() or _extent(here - there) <= allowed:
+    pairs = zip(_parts(here), _parts(there), strict=True)
+    if all(_extent(a - b) <= allowed for a, b in pairs):
         return ""
     if torch.allclose(here, there, rtol=0.0, atol=allowed, equal_nan=True):
         return ""
     return f"it differs by {float((here - there).abs().max()):.3g}, scale {_greatest(there):.3g}"
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor in parts whose differences stay in the cache, each of some rows; none if it is
+    empty."""
+    if not tensor.numel():
+        return ()
+    rows = tensor if tensor.dim() else tensor[None]
+    parts: Sequence[Tensor] = rows.split(max(1, _CACHED * len(rows) // rows.numel()))
+    return parts
 
 
 def _greatest(tensor: Tensor) -> float:
