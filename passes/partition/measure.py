@@ -37,7 +37,7 @@ _ROUNDS = 5
 _SAMPLES = 4
 """How often an operation is timed, unless runs end earlier because few operations lack times."""
 
-_LONG = 0.01
+_LONG = 0.02
 """Seconds after which an operation needs no more times: of long ones they differ little."""
 
 _AGREE = 1.1
