@@ -242,12 +242,8 @@ def without_collection() -> Iterator[None]:
 
 def collect() -> None:
     """Free what was dropped since ``without_collection`` began, graphs among it, whose nodes refer
-    to each other; what is older is not visited, so that this takes milliseconds. What is left is
-    old from then on: it stays with its pipe, and Python would soon visit all objects for it."""
-    gc.collect(0)
-    if not gc.get_freeze_count():  # what a user froze stays frozen
-        gc.freeze()
-        gc.unfreeze()
+    to each other; what is older is not visited, so that this takes milliseconds."""
+    gc.collect(1)
 
 
 def move(tensor: Tensor, device: torch.device) -> None:
