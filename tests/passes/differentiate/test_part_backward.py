@@ -274,7 +274,7 @@ def test_halves_of_random_models_equal_the_whole(recipe: Recipe, stages: int, in
     model = RandomModel(recipe)
     x, z, *rest = recipe.inputs(2, 0)
     args = (x.requires_grad_(inputs), z, *rest)
-    copies = [a.detach().clone() for a in args]
+    copies = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
     try:
         copy.deepcopy(model)(*copies)["loss"].backward()
     except RuntimeError:
