@@ -81,6 +81,7 @@ def test_a_form_is_the_simulators_beyond_where_it_was_checked(
     assert found.kept.form.subs(values) == max(schedule.kept().devices)
 
 
+@pytest.mark.deep
 def test_stages_a_device_are_in_the_form_where_there_may_be_any_number() -> None:
     found = formulas(find_recipe("looped-bfs"), most=5)
     schedule = find_recipe("looped-bfs").placed(round_robin(5))(6, 12)

@@ -188,7 +188,6 @@ def on_rank(mesh: Any, folder: Path) -> tuple[dict[str, Tensor], int]:
         return dict(pipe.state_dict()), sum(read)
 
 
-@pytest.mark.smoke
 def test_a_rank_reads_and_writes_its_own_stages_alone(tmp_path: Path) -> None:
     model = written(tmp_path / "there")
     parts = on_ranks(2, on_rank, tmp_path)

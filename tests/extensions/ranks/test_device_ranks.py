@@ -258,6 +258,7 @@ def test_a_proven_program_ends_over_channels_that_block(size: int, schedule: Any
     assert on_devices_of_ranks(size, blocking, schedule, None) == [True] * size
 
 
+@pytest.mark.deep
 @simulated
 def test_a_program_that_is_refused_gets_stuck_over_channels_that_block() -> None:
     assert on_devices_of_ranks(2, blocking, ahead, 0) == [False, False]
