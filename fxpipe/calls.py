@@ -19,15 +19,17 @@ class Stepped(NamedTuple):
 
 @dataclass
 class Calls:
-    """Attributes:
-    microbatches: how many micro-batches the next batch is split into, if it has the samples.
-    shown: the last training step; before the first one, the call that was compiled first.
-    last: what the last call of ``step`` has given; None before it, and after a failure.
-    filled: the last call whose parameters and buffers were seen to have data.
-    steps: how many steps there were.
-    first: the step that compiled first.
-    recompiles: counts the steps that compile anew, by an extension.
-    compile_seconds: for which the last step compiled.
+    """What a pipe knows of its calls so far.
+
+    Attributes:
+        microbatches: how many micro-batches the next batch is split into, if it has the samples.
+        shown: the last training step; before the first one, the call that was compiled first.
+        last: what the last call of ``step`` has given; None before it, and after a failure.
+        filled: the last call whose parameters and buffers were seen to have data.
+        steps: how many steps there were.
+        first: the number of the step that compiled first; empty before it.
+        recompiles: counts the steps that compile anew, by an extension.
+        compile_seconds: for how long the last step compiled.
     """
 
     microbatches: int

@@ -30,6 +30,7 @@ from fxpipe.passes.partition.balance import balance, cut_at
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import NodeCost
 from tests.helpers.fronted import front_end, in_stages
+from tests.helpers.profiles import DEEP
 from tests.helpers.tiny import Tiny
 from tests.models.test_exactness import Language
 from tests.partition.test_named_cuts import Nested
@@ -274,7 +275,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "shared norm": (Shared, lambda n: torch.randn(n, 4)),
     "tiny": (Tiny, lambda n: torch.randn(n, 4)),
     "cast": (Cast, lambda n: torch.randn(n, 4)),
-    "tied transformer": (lambda: Language(1), lambda n: torch.randint(11, (n, 5))),
+    "tied transformer": (lambda: Language(3 if DEEP else 1), lambda n: torch.randint(11, (n, 5))),
     "dropout": (
         lambda: nn.Sequential(
             nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)

@@ -15,6 +15,7 @@ import fxpipe
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.value import HOST
 from fxpipe.schedules.one_f_one_b import seq1f1b
+from tests.helpers.profiles import deep
 from tests.helpers.ranks import DeviceMesh, on_ranks
 
 WIDTH, WORDS, LENGTH = 8, 13, 12
@@ -114,8 +115,9 @@ TERAPIPE = Recipe("terapipe", all_forwards_first, placement=fxpipe.round_robin(3
         (seq1f1b(2), 1, {}),
         (seq1f1b(2), 2, {"recompute": "always"}),
         (TERAPIPE, 2, {"partition": ["blocks.1"]}),
+        *deep((seq1f1b(4), 1, {}), (seq1f1b(3), 2, {"recompute": "always"})),
     ],
-    ids=["two", "one device", "recomputed", "an own schedule"],
+    ids=["two", "one device", "recomputed", "an own schedule", *deep("four", "three recomputed")],
 )
 def test_a_step_equals_that_of_whole_sequences(
     recipe: Recipe, devices: int, options: dict[str, Any]
