@@ -21,7 +21,8 @@ class HeldSignals:
     this no code could promise that something happens completely or not at all. Inside, every
     handler still runs at once; only its exception is held, and ``wake`` makes a waiting caller look
     at ``held``. Leaving the block raises the exception unless ``take`` has fetched it. In other
-    threads, which get no signals, this does nothing. Of nested blocks, the inner one holds.
+    threads, which get no signals, this does nothing. Of nested blocks, the outermost installs the
+    handlers, and the inner one holds.
 
     Tracing changes much inside PyTorch while it runs, and Python drops an exception in the callback
     of a weak reference, of which a trace makes thousands. So a trace, and each pass, is such a
@@ -37,26 +38,19 @@ class HeldSignals:
         """``wake`` is called after an exception was held, anywhere in the block."""
         self.held: BaseException | None = None
         self._wake = wake
-        self._before: dict[int, Any] = {}  # signal → the handler installed before the block
-        self._called: dict[int, Any] = {}  # signal → the user's handler
-        self._installed: Any = None
+        self._called: dict[int, Any] = {}  # signal → the user's handler, in the outermost block
         self._around: HeldSignals | None = None
 
     def __enter__(self) -> HeldSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         around = HeldSignals._innermost
-        numbers = _SIGNALS if around is None else tuple(around._before)
-        handlers = {number: getsignal(number) for number in numbers}
-        self._before = {n: handler for n, handler in handlers.items() if callable(handler)}
-        self._called = {  # the handler of the block around stands for the user's
-            n: around._called[n] if around and handler is around._installed else handler
-            for n, handler in self._before.items()
-        }
-        self._installed = self._hold  # kept to compare: each access makes another bound method
         try:
-            for number in self._before:
-                signal.signal(number, self._installed)
+            if around is None:
+                handlers = [(number, getsignal(number)) for number in _SIGNALS]
+                self._called = {n: handler for n, handler in handlers if callable(handler)}
+                for number in self._called:
+                    signal.signal(number, self._hold)
             self._around, HeldSignals._innermost = around, self
         except BaseException:
             self._put_back()
@@ -66,7 +60,8 @@ class HeldSignals:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if HeldSignals._innermost is self:
             HeldSignals._innermost, self._around = self._around, None
-        self._put_back()
+        if self._called:
+            self._put_back()
         if self.held is not None:
             self.raise_held(error)
 
@@ -86,17 +81,18 @@ class HeldSignals:
 
     def _put_back(self) -> None:
         """Restore the signal handlers, the one for Ctrl-C last."""
-        for number, handler in reversed(self._before.items()):
-            if getsignal(number) is self._installed:  # else a handler has installed another one
+        for number, handler in reversed(self._called.items()):
+            if getsignal(number) == self._hold:  # else a handler has installed another one
                 signal.signal(number, handler)
-        self._before, self._called, self._installed = {}, {}, None
+        self._called = {}
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
         try:
             self._called[number](number, frame)
         except BaseException as error:
-            self.held = error
-            self._wake()
+            block = HeldSignals._innermost or self
+            block.held = error
+            block._wake()
 
 
 def raise_held() -> None:
