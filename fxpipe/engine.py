@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpipe.compiler.compiled import Compiled
 from fxpipe.compiler.options import Options
 from fxpipe.errors import RESTORE, EndedError, InputError
-from fxpipe.ir.traced import Traced
 from fxpipe.locks import PipeLock, locked
 from fxpipe.parts import Parts
 from fxpipe.runtime.backend import Backend, Worker
@@ -106,6 +104,7 @@ class Engine:
             overlap = Parts.overlap.find(f"schedule {compiled.schedule.name!r}")
             return overlap(self, compiled, micro, with_output=with_output, watch=watch)
         traced = compiled.traced
+        assert traced.loss is not None
         host = self.host(compiled, micro, with_output=with_output, watch=watch)
         state = self.progress.state_of(traced)
         optimizers = self.progress.optimizers_of(compiled.plan, state, submits=True)
@@ -114,7 +113,8 @@ class Engine:
             loss = host.loss()
             return (loss, host.output()) if with_output else loss
 
-        host.weigh_loss(*self.dtype_and_scale(compiled, 0))
+        scale = 1.0 if self.clipping is None else self.clipping.begin(0)
+        host.weigh_loss(compiled.plan.specs[traced.loss].dtype, scale)
         run = self._flushed(compiled, state, optimizers, onto_grad=not self.updates)
         run.feed(Job(compiled.kernels, host, self.clipping, compiled.specs))
         try:
@@ -126,7 +126,7 @@ class Engine:
                     draw_seed()
                 if self.clipping is not None:
                     self.clipping.settle(1)
-        self.kept, self.logged = run.peak_kept, host.logged()
+        self.kept, self.logged = run.peak_kept, host.logged() if traced.logged else None
         if watch is not None:
             watch.look(host)
         return returned
@@ -232,33 +232,20 @@ class Engine:
         with_output: bool,
         watch: Watch | None = None,
     ) -> BatchHost:
-        """The caller's side of a step."""
-        traced = compiled.traced
-        assert traced.loss is not None
-        keep = frozenset({traced.loss, *traced.logged.values()})
-        keep |= compiled.results if with_output else frozenset()
-        return self._host(traced, micro, keep, watch)
-
-    def _host(
-        self, traced: Traced, micro: MicroBatches, keep: frozenset[str], watch: Watch | None = None
-    ) -> BatchHost:
         """The caller's side of a run, with a seed that the first rank gives to all."""
+        traced = compiled.traced
+        keep = compiled.results if with_output else frozenset[str]()
+        if compiled.purpose == "step":
+            assert traced.loss is not None
+            keep = keep.union([traced.loss], traced.logged.values())
         seed = self._options.group.share("seed", next_seed) if traced.seeded else 0
         return BatchHost(traced, micro, keep, seed, self._place, watch)
 
-    def dtype_and_scale(self, compiled: Compiled, batch: int) -> tuple[torch.dtype, float]:
-        """The dtype of a batch's losses, and the factor by which the scaler scales their
-        gradients."""
-        assert compiled.traced.loss is not None
-        scale = 1.0 if self.clipping is None else self.clipping.begin(batch)
-        return compiled.plan.specs[compiled.traced.loss].dtype, scale
-
     def _called(self, compiled: Compiled, micro: MicroBatches) -> tuple[BatchHost, FlushedRun]:
         """A run for a call without updates, which has been fed the batch."""
-        traced = compiled.traced
-        host = self._host(traced, micro, compiled.results)
+        host = self.host(compiled, micro, with_output=True)
         none = [None] * len(compiled.plan.stages)
-        state = self.progress.state_of(traced)
+        state = self.progress.state_of(compiled.traced)
         run = self._flushed(compiled, state, none, onto_grad=False)
         run.feed(Job(compiled.kernels, host, self.clipping, compiled.specs))
         return host, run

@@ -47,10 +47,10 @@ class HeldSignals:
         around = HeldSignals._innermost
         try:
             if around is None:
-                handlers = [(number, getsignal(number)) for number in _SIGNALS]
-                self._called = {n: handler for n, handler in handlers if callable(handler)}
-                for number in self._called:
-                    signal.signal(number, self._hold)
+                for number in _SIGNALS:
+                    if callable(handler := getsignal(number)):
+                        self._called[number] = handler
+                        signal.signal(number, self._hold)
             self._around, HeldSignals._innermost = around, self
         except BaseException:
             self._put_back()

@@ -206,6 +206,12 @@ class Program:
             return self.placement[source], self.placement[target]
         return self.device_of(source, i), self.device_of(target, i)
 
+    @cached_property
+    def targets(self) -> Mapping[Buffer, int]:
+        """The buffer of each send → the device that it goes to."""
+        sends = (x for x in self._instructions if isinstance(x, ins.Send))
+        return {x.buffer: self.destination(x) for x in sends}
+
     def weights_of(self, x: ins.Compute) -> tuple[Buffer, ...]:
         """The buffer of weights with which a copy runs an instruction; none on other devices."""
         device = self._elsewhere.get((x.stage, x.microbatch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -91,12 +92,10 @@ class GraphKernel:
     ) -> BackwardResult:
         if self.backward_graph is None:
             saved.clear()
-            return BackwardResult([], self._totals([], totals))
-        arguments = self._backward_arguments(saved, gradients)
-        arguments += self._added_to(totals)
-        flat = self.backward_graph.forward(arguments)
-        count = self.input_gradients
-        return BackwardResult(list(flat[:count]), self._totals(flat[count:], totals))
+            return BackwardResult([], self._sums(totals))
+        arguments, count = self._backward_arguments(saved, gradients), self.input_gradients
+        made = self._summed(self.backward_graph, arguments, self._trained, count, totals)
+        return BackwardResult(*made)
 
     def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> GraphKernel:
         """The same kernel with ``change`` applied to all of its graph modules."""
@@ -122,41 +121,50 @@ class GraphKernel:
         return InputGradResult(list(flat[:count]), list(flat[count:]))
 
     def weight_grad(self, deferred: list[Any], totals: Totals = ()) -> list[Tensor | None]:
-        if not any(self.parameter_gradients):
-            return self._totals([], totals)
+        if not self._trained:
+            return self._sums(totals)
         assert self.weight_grad_graph is not None, "run the plan through part_backward"
-        arguments = deferred + self._added_to(totals)
+        arguments = [*deferred]
         deferred.clear()
-        return self._totals(self.weight_grad_graph.forward(arguments), totals)
+        _, sums = self._summed(self.weight_grad_graph, arguments, self._trained, 0, totals)
+        return sums
 
     def partial_backward(
         self, kind: str, bucket: int, left: list[Any], totals: Totals = ()
     ) -> PartialResult:
-        graph, count, indices = self.buckets[kind][bucket]
-        sums = list(totals) or [None] * len(self.parameter_gradients)
+        graph, count, parameters = self.buckets[kind][bucket]
         if kind == "B" and bucket == 0:
             first = len(left) - len(self.gradient_strides)
             left[first:] = map(_laid_out, left[first:], self.gradient_strides)
-        arguments = left + [sums[index] for index in indices]
+        arguments = [*left]
         left.clear()
+        return PartialResult(*self._summed(graph, arguments, parameters, count, totals))
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        """The parameters whose gradients the backward graph returns."""
+        return [index for index, has in enumerate(self.parameter_gradients) if has]
+
+    def _sums(self, totals: Totals) -> list[Tensor | None]:
+        """The sum of each parameter's gradients so far."""
+        return [*totals] or [None] * len(self.parameter_gradients)
+
+    def _summed(
+        self,
+        graph: fx.GraphModule,
+        arguments: list[Any],
+        parameters: Sequence[int],
+        count: int,
+        totals: Totals,
+    ) -> tuple[list[Any], list[Tensor | None]]:
+        """Run a graph that adds gradients of these parameters to their sums, which follow its
+        ``arguments``. Returns its first ``count`` results, and the new sum of each parameter."""
+        sums = self._sums(totals)
+        arguments += [sums[index] for index in parameters]
         flat = graph.forward(arguments)
-        for index, total in zip(indices, flat[count:], strict=True):
+        for index, total in zip(parameters, flat[count:], strict=True):
             sums[index] = total
-        return PartialResult(list(flat[:count]), sums)
-
-    def _added_to(self, totals: Totals) -> list[Tensor | None]:
-        """The sums that a graph takes as arguments, to add its parameter gradients to them."""
-        sums = totals or [None] * len(self.parameter_gradients)
-        return [total for total, has in zip(sums, self.parameter_gradients, strict=True) if has]
-
-    def _totals(self, new: Sequence[Tensor | None], totals: Totals) -> list[Tensor | None]:
-        """For each parameter its new sum, or the earlier one if it has no gradient here."""
-        sums = totals or [None] * len(self.parameter_gradients)
-        rest = iter(new)
-        return [
-            next(rest) if has else total
-            for total, has in zip(sums, self.parameter_gradients, strict=True)
-        ]
+        return [*flat[:count]], sums
 
     def _backward_arguments(self, saved: list[Any], gradients: list[Tensor]) -> list[Any]:
         arguments = [*saved, *map(_laid_out, gradients, self.gradient_strides)]

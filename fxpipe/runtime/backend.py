@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
@@ -17,7 +17,7 @@ from fxpipe.errors import DeviceError, InputError, RankError
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.group import Group
-from fxpipe.runtime.host import Job
+from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.interpreter import Machine, Stopped
 
 T = TypeVar("T")
@@ -220,9 +220,9 @@ class Backend:
         run's first step."""
         return partial(Machine, device=device, step=first)
 
-    def begin(self, sources: Collection[torch.device] = ()) -> None:
+    def begin(self, host: BatchHost) -> None:
         """Begin a run: order the devices after what the caller has launched so far, also on the
-        devices ``sources``, where the batch is."""
+        devices where its batch is."""
 
     def end(self) -> None:
         """End the launching of a run: order the caller after what the devices compute."""

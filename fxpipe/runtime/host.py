@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import chain
 from operator import add
 from typing import Any
@@ -86,9 +86,6 @@ class BatchHost:
         microbatches = len(micro)
         self.traced = traced
         self.micro = micro
-        handed = {out.name for out in traced.outputs if isinstance(out, Value)}
-        leaves = zip(traced.inputs, micro.batch.leaves, strict=True)
-        self.whole = {name: leaf for name, leaf in leaves if name in handed}
         self.inputs: dict[str, Sequence[Any]] = {}
         for name, column in zip(traced.inputs, zip(*micro.leaves, strict=True), strict=True):
             if name is not None:
@@ -110,6 +107,13 @@ class BatchHost:
         self._complete: Callable[[], None] | None = None
         self._missing = sum(kept.values()) + microbatches * len(self._elsewhere)
         self._lock = threading.Lock()
+
+    @cached_property
+    def whole(self) -> dict[str, Any]:
+        """The inputs that the model returns unchanged, by name."""
+        returned = {out.name for out in self.traced.outputs if isinstance(out, Value)}
+        leaves = zip(self.traced.inputs, self.micro.batch.leaves, strict=True)
+        return {name: leaf for name, leaf in leaves if name in returned}
 
     def when_complete(self, complete: Callable[[], None]) -> None:
         """Have a function called as soon as all outputs have come."""
@@ -200,7 +204,7 @@ class BatchHost:
     def _joined(self, index: int, out: Value | Literal) -> Any:
         if isinstance(out, Literal):
             return self.micro.batch.size if out.dims else out.value
-        if out.name in self.whole:  # an input that the model returns unchanged
+        if out.name in self.whole:
             leaf = self.whole[out.name]
             return leaf.detach() if isinstance(leaf, Tensor) else leaf
         if out.name == self.traced.loss:

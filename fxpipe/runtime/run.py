@@ -7,7 +7,6 @@ without a flush between them.
 from __future__ import annotations
 
 import functools
-import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -109,8 +108,10 @@ class BatchRun(Generic[W]):
     @property
     def peak_kept(self) -> Counter[int]:
         """Stage → the most micro-batches whose saved values were alive at once on a device."""
-        peaks = (Counter(dict(machine.store.peak)) for machine in self.machines)
-        return functools.reduce(operator.or_, peaks, self._elsewhere)
+        peaks = +self._elsewhere
+        for machine in self.machines:
+            peaks |= Counter(dict(machine.store.peak))
+        return peaks
 
     def _settle(self) -> None:
         """Wait until every process has finished its lists. Signals do not interrupt the wait, as
@@ -280,7 +281,7 @@ class FlushedRun(BatchRun[LiveWeights]):
         self.committed = False
         with self._held() as signals:
             try:
-                self._backend.begin(self._jobs[0].host.sources)
+                self._backend.begin(self._jobs[0].host)
                 self._start(0)
                 self._wait(signals, lambda: self.running == 0)
                 self._backend.end()
@@ -302,7 +303,7 @@ class FlushedRun(BatchRun[LiveWeights]):
             self._channels.pause()
             if signals.held is not None:
                 signals.held.add_note("interrupted after the step, whose results are kept")
-            self._clear(values=all(machine.at_end for machine in self.machines))
+            self._clear()
         return returned
 
     def _commit(self) -> None:
@@ -317,7 +318,8 @@ class FlushedRun(BatchRun[LiveWeights]):
 
     def _give_up(self) -> str:
         if self.stop():
-            self._clear(values=True)
+            for machine in self.machines:
+                machine.store.clear()
         # before the barrier, no update of this replica has begun
         begun = self.weights.arrived or self._group.replicas > 1
         ranks = self._group.outcomes(self.weights.outcome()) if begun else []
@@ -347,12 +349,13 @@ class FlushedRun(BatchRun[LiveWeights]):
             if not isinstance(error, DeviceError):
                 raise
 
-    def _clear(self, values: bool) -> None:
+    def _clear(self) -> None:
+        """Drop the values; at a pause, keep those that the rest of the list reads."""
         for machine in self.machines:
+            if machine.at_end:
+                machine.store.clear()
             machine.store.state.clear()
             machine.store.gradients.clear()
-            if values:
-                machine.store.values.clear()
 
     def gradients(self) -> dict[int, list[Tensor | None]]:
         """Stage → the sums of its parameters' gradients."""

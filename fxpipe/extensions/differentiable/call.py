@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import chain
 from operator import add
 from typing import Any
 
@@ -45,7 +46,8 @@ def differentiable_call(
     }
     parameters = run.weights.by_name
     leaves = (leaf for leaf in host.micro.batch.leaves if isinstance(leaf, Tensor))
-    watched = [*leaves, *parameters.values(), *run.weights.constants]
+    buffers = chain.from_iterable(map(run.weights.buffers, range(len(compiled.plan.stages))))
+    watched = [*leaves, *parameters.values(), *buffers]
     devices = {name: leaf.device for name, leaf in inputs.items()}
     call = _Call(
         lock,

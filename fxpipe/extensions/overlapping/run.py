@@ -63,7 +63,7 @@ class OverlappingRun(BatchRun[VersionedWeights]):
             self._jobs[batch] = job
             self._channels.fed(batch)
             self.count += 1
-            self._ask(functools.partial(self._backend.begin, job.host.sources))
+            self._ask(functools.partial(self._backend.begin, job.host))
             self._read.clear()
             self._submit(batch)
             self._wait(

@@ -28,6 +28,7 @@ def step(
 ) -> Any:
     """Train on a batch that overlaps with others; the loss that it returns may come later. See
     ``Engine.step``."""
+    traced = compiled.traced
     # the caller may overwrite the batch before all of it is read
     host = engine.host(compiled, copied_batch(micro), with_output=with_output, watch=watch)
     engine.progress.optimizers_of(compiled.plan, submits=True)
@@ -47,9 +48,10 @@ def step(
     if clipping is not None:
         # for later batches it may not be decided yet whether they update
         clipping.settle(number - 2 - compiled.schedule.depth)
-    dtype, scale = engine.dtype_and_scale(compiled, number)
-    host.weigh_loss(dtype, scale)
-    if compiled.traced.seeded:
+    assert traced.loss is not None
+    dtype = compiled.plan.specs[traced.loss].dtype
+    host.weigh_loss(dtype, 1.0 if clipping is None else clipping.begin(number))
+    if traced.seeded:
         draw_seed()
     lock = engine._lock
     loss = PendingLoss(dtype, lambda: lock.call(run.wait_for, [number]))
@@ -61,7 +63,8 @@ def step(
             watch.look(host)
 
     run.step(job, arrived, whole=with_output)
-    engine.kept, engine.logged = run.peak_kept, host.logged()
+    engine.kept = run.peak_kept
+    engine.logged = host.logged() if traced.logged else None
     return (loss.read(), host.output()) if with_output else loss
 
 

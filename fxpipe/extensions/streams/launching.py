@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.runtime.backend import Backend, Channels
 from fxpipe.runtime.group import Group
-from fxpipe.runtime.host import Job
+from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped, run_own
 from fxpipe.text.program import print_instruction
 from fxpipe.torchtools.accelerator import kind_of
@@ -212,11 +212,11 @@ class StreamBackend(Backend):
         # no event of the program follows, and the next value may arrive in memory freed here
         lanes.follow(COMPUTE)
 
-    def begin(self, sources: Collection[torch.device] = ()) -> None:
+    def begin(self, host: BatchHost) -> None:
         with ALONE:
             devices = {stream.device for lanes in self.lanes for stream in lanes.every()}
             before = {}
-            for device in devices.union(sources):
+            for device in devices | host.sources:
                 last = torch.accelerator.current_stream(device)
                 for caller in self._callers:
                     if caller.device == device and caller != last:

@@ -71,7 +71,7 @@ class Send(_Reading):
 
     def run(self, machine: Machine) -> None:
         value = machine.store.values[self.buffer]
-        _, target = machine.program.ends_of(self.buffer)
+        target = machine.program.targets[self.buffer]
         machine.channels.put(target, machine.named(self.buffer), value)
 
 

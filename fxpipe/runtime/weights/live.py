@@ -109,10 +109,13 @@ class Weights:
         self._state = state
         self.deferred = deferred
         self._names = [[a.target for a in stage.parameters] for stage in stages]
-        written = {write.target for stage in stages for write in stage.writes}
-        # copies, as ``commit`` changes the buffers: backward must read the values that forward read
-        copies = dict(zip(written, clones([state[n] for n in written]), strict=True))
-        self._buffers = [[copies.get(a.target, state[a.target]) for a in s.buffers] for s in stages]
+        self._buffers = [[state[a.target] for a in stage.buffers] for stage in stages]
+        if written := {write.target for stage in stages for write in stage.writes}:
+            # ``commit`` changes them, and backward must read the values that forward read
+            copies = dict(zip(written, clones([state[n] for n in written]), strict=True))
+            self._buffers = [
+                [copies.get(a.target, state[a.target]) for a in s.buffers] for s in stages
+            ]
 
     def parameters(self, stage: int, version: int) -> Sequence[Tensor]:
         """A stage's parameters in a version."""
@@ -191,9 +194,6 @@ class LiveWeights(Weights):
 
     Updates come behind a barrier, when all backwards are done, and ``commit`` writes buffers and
     ``.grad`` last. So a failure before the first update leaves everything as it was.
-
-    Attributes:
-        constants: the buffers that no stage writes.
     """
 
     def __init__(
@@ -215,10 +215,6 @@ class LiveWeights(Weights):
         super().__init__()
         self.bind(stages, state, deferred)
         self._parameters = [[state[name] for name in names] for names in self._names]
-        written = {write.target for stage in stages for write in stage.writes}
-        self.constants = [
-            state[a.target] for s in stages for a in s.buffers if a.target not in written
-        ]
         self._optimizers = optimizers
         self._onto_grad = onto_grad
         self._updated: set[int] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -17,7 +17,7 @@ from fxpipe.extensions.streams.launching import LaunchingChannels, StreamBackend
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.runtime.choice import Dispatches
-from fxpipe.runtime.host import Job
+from fxpipe.runtime.host import BatchHost, Job
 
 
 class LateError(RuntimeError):
@@ -121,7 +121,7 @@ class Backend(StreamBackend):
         self.made.append(made)
         return made
 
-    def begin(self, sources: Collection[torch.device] = ()) -> None:
+    def begin(self, host: BatchHost) -> None:
         self.calls["begin"] += 1
         for lanes in self.lanes:
             if lanes.broken is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fxpipe.extensions.streams.launching import StreamBackend
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.passes.partition.measure import Stopwatch
 from fxpipe.runtime.choice import Dispatches
+from fxpipe.runtime.host import BatchHost
 from fxpipe.text.program import print_instruction
 from tests.helpers.profiles import deep
 from tests.helpers.tiny import Tiny, batch
@@ -32,6 +34,9 @@ both = pytest.mark.parametrize("dispatch", ["device", "thread"])
 
 LAZY = 1
 PLACES = ["cuda:0", "cuda:1"]
+
+HOST = cast(BatchHost, SimpleNamespace(sources=set()))
+"""A caller whose batch is in host memory."""
 
 
 def pipe_of(model: nn.Module, devices: Sequence[Any], **options: Any) -> fxpipe.Pipeline:
@@ -133,7 +138,7 @@ def beside_a_capture() -> None:
     backend = StreamBackend([Lanes(torch.device("cuda:0"))])
 
     def run() -> None:
-        backend.begin()
+        backend.begin(HOST)
         backend.end()
 
     thread = threading.Thread(target=run)
@@ -159,7 +164,7 @@ def made_meanwhile() -> None:
         return ordered(stream)
 
     vars(lanes)["_after_caller"] = first
-    StreamBackend([lanes]).begin()
+    StreamBackend([lanes]).begin(HOST)
     assert set(lanes._streams) == {"compute", "in", "out"}
 
 
