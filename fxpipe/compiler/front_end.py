@@ -205,7 +205,7 @@ class FrontEnd:
             "kwargs": kwargs,
             "targets": targets,
             "size": call.size,
-            "is_called": self._is_called,
+            "called": self.leaves.called,
             "told": self._told,
             "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,
             "given_loss": call.with_loss and loss is not None,
@@ -333,10 +333,6 @@ class FrontEnd:
         dims, model = call.dims[: call.batch.inputs], self.options.model
         with untouched(model), intra_op_threads(self.options.threads):
             return output_dims(model, args, kwargs, dims, _flat_outputs(traced), call.size)
-
-    def _is_called(self, name: str, module: nn.Module) -> bool:
-        """Whether a submodule is called as it is."""
-        return name in self.leaves.called
 
 
 def _flat_outputs(traced: Traced) -> list[Any]:
