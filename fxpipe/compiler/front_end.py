@@ -261,8 +261,6 @@ class FrontEnd:
                 "wants": call.wants,
                 "step": call.with_loss,
                 "calls": calls,
-                "called_loss": made is not None and leaves.loss,
-                "traced_loss": made is not None and not leaves.loss,
             }
 
             def capture(leaves: Sequence[Any]) -> Traced:

@@ -110,7 +110,7 @@ CAPTURE = (
         note_loss,
         "traced, loss_module, output, real_targets, count",
         "traced",
-        when="traced_loss",
+        when="given_loss",
     ),
     Pass(seed_randomness, "traced", "traced"),
 )

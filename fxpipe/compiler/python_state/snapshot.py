@@ -98,7 +98,9 @@ class StateSnapshot:
             path = f"model.{at}" if at else "model"
             self._passing.setdefault(path, set()).add(name)
         self.modules = [*options.model.modules()]
-        self.parameters, self.dense = parameters_of(options.model)
+        self.parameters = [*options.model.parameters()]
+        shaped = (each for each in self.parameters if not is_lazy(each))
+        self.dense = [each for each in shaped if each.layout is torch.strided]
         # (a dictionary, its length or None if that does not matter, the items that matter)
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []  # (a collection, a copy of it as a list)
@@ -326,10 +328,3 @@ def _is_record(cls: type) -> bool:
     """Whether a class's objects have attributes to visit, such as a model's configuration."""
     users = top(cls.__module__) not in OUTSIDE
     return users or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS
-
-
-def parameters_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """A model's parameters, and those of them that have strides."""
-    parameters: list[Tensor] = [*model.parameters()]
-    kept = (each for each in parameters if not is_lazy(each))
-    return parameters, [each for each in kept if each.layout is torch.strided]
