@@ -108,7 +108,7 @@ CAPTURE = (
     ),
     Pass(
         note_loss,
-        "traced, loss_module, output, real_targets, count",
+        "traced, loss_module, output, real_targets, numbers",
         "traced",
         when="given_loss",
     ),

@@ -52,7 +52,7 @@ def note_loss(
     loss_module: LossModule,
     output: Sequence[Any],
     real_targets: Any,
-    count: int,
+    numbers: Sequence[Tensor],
 ) -> Traced:
     """Give the loss node of a graph its LOSS_GRAPH, if the loss can be traced so.
 
@@ -60,10 +60,10 @@ def note_loss(
         loss_module: the loss.
         output: the flat output of the model on the micro-batch.
         real_targets: the targets on it.
-        count: how many numbers come after the targets among the graph's inputs.
+        numbers: those that come after the targets among the graph's inputs.
     """
     leaves, spec = pytree.tree_flatten(real_targets)
-    end = len(traced.inputs) - count
+    end = len(traced.inputs) - len(numbers)
     names = traced.inputs[end - len(leaves) : end]
     loss = next(node for node in traced.graph.nodes if node.name == traced.loss)
     with suppress(Exception):  # not every loss can be traced
