@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.leaf_modules.draws import SeededDraws
@@ -152,7 +153,9 @@ class LeafForward(Called):
         with turn, torch.set_grad_enabled(recording), seeded, under(call.casts):
             placed = [*map(uncached, inputs)] if call.casts else inputs
             args, kwargs = call.given.filled(placed)
-            output = torch.func.functional_call(self.module, tensors, args, kwargs)
+            # in a stack, or a submodule that occurs twice would keep these tensors
+            with _reparametrize_module(self.module, tensors, tie_weights=True, stack_weights=True):
+                output = self.module(*args, **kwargs)
             results = self._results(output, {memory(x) for x in sources})
         del output
         written = [tensors[name] for name in call.written]
