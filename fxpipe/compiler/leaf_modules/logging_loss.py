@@ -47,8 +47,9 @@ class Readings(TorchFunctionMode):
         given = pytree.tree_leaves((args, named))
         if not any(id(leaf) in self._made for leaf in given):
             return func(*args, **named)
-        if func in READING:
-            self.where = self.where or _line()
+        if func in READING and not self.where:
+            frame = sys._getframe(source.users_level() - 1)
+            self.where = source.of_frame(frame, frame.f_lineno)
         result = func(*args, **named)
         made = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
         self._made.update((id(leaf), leaf) for leaf in made)
@@ -100,11 +101,3 @@ def _copied(leaf: Any) -> Any:
         return leaf
     copy = leaf.detach().clone()
     return copy.requires_grad_() * 1 if copy.is_floating_point() else copy
-
-
-def _line() -> str:
-    """The innermost line of the user's code that is running."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not source.is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return source.of_frame(frame, frame.f_lineno)
