@@ -30,7 +30,7 @@ from fxpipe.passes.partition.assignment import one_stage
 from fxpipe.passes.partition.atoms import Atoms, Footprint, atoms_of
 from fxpipe.passes.partition.cut import cut
 from fxpipe.passes.partition.measure import measure
-from fxpipe.passes.partition.solve import SLACK, solve
+from fxpipe.passes.partition.solve import SLACK, Partitioner
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from fxpipe.passes.tracing.capture import capture
 from fxpipe.torchtools.source import module_paths
@@ -132,7 +132,7 @@ def as_chain(times: Sequence[float]) -> Work:
 
 def divided(work: Work, stages: int) -> float:
     """The slowest stage here."""
-    found = solve(work, StageDevices.equal(stages))
+    found = Partitioner().divide(work, StageDevices.equal(stages))
     assert found is not None
     return found.slowest
 

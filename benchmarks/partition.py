@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.machine import describe
 from benchmarks.report import Figure, Report, timed
-from fxpipe.passes.partition.solve import solve
+from fxpipe.passes.partition.solve import Partitioner
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 
 ATOMS = 10_000
@@ -41,7 +41,7 @@ def main() -> int:
     for kind, stages in itertools.product(KINDS, STAGES):
         work = graph(kind, random.Random(0))
         for what, devices in machines(stages).items():
-            divide = partial(solve, work, devices)
+            divide = partial(Partitioner().divide, work, devices)
             runs = [timed(divide) for _ in range(REPEATS)]
             found = runs[0][0]
             assert found is not None
@@ -103,7 +103,7 @@ def beside_torchgpipe() -> list[float]:
         values = tuple(Transfer(i, (i + 1,), 1, True) for i in range(len(seconds) - 1))
         none = (0,) * len(seconds)
         work = Work(tuple(seconds), none, none, values)
-        found = solve(work, StageDevices.equal(stages))
+        found = Partitioner().divide(work, StageDevices.equal(stages))
         assert found is not None
         ratios.append(found.slowest / theirs)
     return ratios

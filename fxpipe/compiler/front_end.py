@@ -27,7 +27,7 @@ from fxpipe.compiler.timetable import Purpose
 from fxpipe.compiler.unread import ReadError
 from fxpipe.errors import InputError, TraceError
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.traced import NUMBERS, SEED, Traced, Value
+from fxpipe.ir.traced import SEED, Traced, Value
 from fxpipe.passes.differentiate.divide import Wanted
 from fxpipe.passes.runner import run_all
 from fxpipe.passes.tracing.any_size import AnySize
@@ -205,7 +205,7 @@ class FrontEnd:
             "kwargs": kwargs,
             "targets": targets,
             "size": call.size,
-            "is_called": self._is_called,
+            "called": self.leaves.called,
             "told": self._told,
             "keeps_all": call.purpose != "infer" and "R" not in call.schedule.kinds,
             "given_loss": call.with_loss and loss is not None,
@@ -239,7 +239,7 @@ class FrontEnd:
         options, loss, leaves = self.options, self.options.loss, self.leaves
         flat, spec = pytree.tree_flatten(taken_apart(output))
         made = None
-        targets, numbers = self._given(stand_ins, call.leaves)[2:]
+        *_, targets, numbers = stand_ins.arguments(call.leaves)
         state = self.guard.state()
         if facts["given_loss"]:
             assert loss is not None
@@ -256,18 +256,15 @@ class FrontEnd:
                 "loss_module": made,
                 "output": flat,
                 "real_targets": targets,
-                "count": stand_ins.others,
                 "names": call.batch.names,
                 "wants": call.wants,
                 "step": call.with_loss,
                 "calls": calls,
-                "called_loss": made is not None and leaves.loss,
-                "traced_loss": made is not None and not leaves.loss,
             }
 
             def capture(leaves: Sequence[Any]) -> Traced:
                 words = "args", "kwargs", "targets", "numbers"
-                given = dict(zip(words, self._given(stand_ins, leaves), strict=True))
+                given = dict(zip(words, stand_ins.arguments(leaves), strict=True))
                 found: Traced = run_all(passes.of(options, "capture"), {**facts, **given})["traced"]
                 return found
 
@@ -319,24 +316,12 @@ class FrontEnd:
         wants = () if call.with_loss else call.wants
         return *state, self.reads.like(call.batch), call.with_loss, wants
 
-    def _given(
-        self, stand_ins: StandIns, leaves: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any, tuple[Any, ...]]:
-        """Positional and keyword inputs, targets, and numbers that are inputs of the graph."""
-        args, kwargs, targets = stand_ins.arguments(leaves)
-        kwargs = dict(kwargs)
-        return args, kwargs, targets, kwargs.pop(NUMBERS, ())
-
     def output_dims(self, traced: Traced, call: Call) -> Sequence[tuple[int, ...]] | None:
         """For each flat output of a graph its batch dimensions; None if they are not known."""
         args, kwargs, _ = call.batch.unflatten(call.leaves)
         dims, model = call.dims[: call.batch.inputs], self.options.model
         with untouched(model), intra_op_threads(self.options.threads):
             return output_dims(model, args, kwargs, dims, _flat_outputs(traced), call.size)
-
-    def _is_called(self, name: str, module: nn.Module) -> bool:
-        """Whether a submodule is called as it is."""
-        return name in self.leaves.called
 
 
 def _flat_outputs(traced: Traced) -> list[Any]:

@@ -88,13 +88,13 @@ SCHEDULE = (
 
 ADMIT = (
     Pass(refuse_tensors, "model", ""),
-    Pass(refuse_hooks, "model, is_called", ""),
+    Pass(refuse_hooks, "model, called", ""),
 )
 """Refuse buffers without shapes, sparse tensors, and hooks that no graph could hold."""
 
 TRY = (
     Pass(run_model, "model, guard, args, kwargs", "output"),
-    Pass(tell_checkpoints, "model, guard, is_called, told", "", when="keeps_all"),
+    Pass(tell_checkpoints, "model, guard, called, told", "", when="keeps_all"),
     Pass(run_loss, "model, objective, output, targets, size", "logged", when="given_loss"),
     Pass(try_own_loss, "output", "", when="returned_loss"),
 )
@@ -108,9 +108,9 @@ CAPTURE = (
     ),
     Pass(
         note_loss,
-        "traced, loss_module, output, real_targets, count",
+        "traced, loss_module, output, real_targets, numbers",
         "traced",
-        when="traced_loss",
+        when="given_loss",
     ),
     Pass(seed_randomness, "traced", "traced"),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,19 +68,18 @@ def run_model(
 
 
 def tell_checkpoints(
-    model: nn.Module, guard: Guard, is_called: Callable[[str, nn.Module], bool], told: set[str]
+    model: nn.Module, guard: Guard, called: Collection[str], told: set[str]
 ) -> None:
     """Warn once if a model that has run uses ``torch.utils.checkpoint``, which graphs leave out.
 
     Some models use it only where there are gradients: ``gradient_checkpointing_enable()`` of
-    transformers and diffusers sets an attribute of their modules. Those that are called as they
-    are keep it.
+    transformers and diffusers sets an attribute of their modules. Those ``called`` as they are keep
+    it.
     """
-    called = [f"{name}." for name, module in model.named_modules() if is_called(name, module)]
     asks = any(
         getattr(module, "gradient_checkpointing", False) is True
         for name, module in model.named_modules()
-        if not any(f"{name}.".startswith(each) for each in called)
+        if not _is_inside(name, called)
     )
     if "checkpoints" not in told and (asks or guard.ran(inspect.unwrap(checkpoint).__code__)):
         told.add("checkpoints")
@@ -114,10 +113,10 @@ def refuse_tensors(model: nn.Module) -> None:
             )
 
 
-def refuse_hooks(model: nn.Module, is_called: Callable[[str, nn.Module], bool]) -> None:
+def refuse_hooks(model: nn.Module, called: Collection[str]) -> None:
     """Check that no parameter has a hook on its gradient, and no module a backward hook.
 
-    Modules that are called as they are, as ``is_called`` tells, may have backward hooks.
+    Modules that are ``called`` as they are may have backward hooks.
 
     Raises:
         TraceError: there is such a hook; names the parameter or the module.
@@ -134,16 +133,19 @@ def refuse_hooks(model: nn.Module, is_called: Callable[[str, nn.Module], bool]) 
             "there is a backward hook for all modules, which no graph would call; remove it "
             "(the handle that register_module_full_backward_hook gave has .remove())"
         )
-    called = [name for name, module in model.named_modules() if is_called(name, module)]
     for name, module in model.named_modules():
-        if any(f"{name}.".startswith(f"{each}.") for each in called):
-            continue
-        if module._backward_hooks or module._backward_pre_hooks:
+        hooks = module._backward_hooks or module._backward_pre_hooks
+        if hooks and not _is_inside(name, called):
             what = f"submodule {name!r}" if name else type(model).__name__
             raise TraceError(
                 f"{what} has a backward hook, which no graph would call; remove it, or "
                 f"{way_out(name)}"
             )
+
+
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a module is one of these, or inside of one."""
+    return f"{name}.".startswith(tuple(f"{each}." for each in modules))
 
 
 def output_dims(

@@ -154,11 +154,6 @@ class StandIns:
         return bool(self._batch.numbers)
 
     @property
-    def others(self) -> int:
-        """How many of them are in no argument."""
-        return len(self._batch.others)
-
-    @property
     def seen(self) -> bool:
         """Whether something has been read for which an ``Unread`` stands."""
         return bool(self._found)
@@ -193,18 +188,15 @@ class StandIns:
         leaves = enumerate(self._batch.leaves[: self._batch.spec.num_leaves])
         return [i for i, leaf in leaves if may_be_unread(leaf) and i not in self._read]
 
-    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """``Batch.unflatten`` for the trace of a micro-batch: numbers that are inputs are tensors,
-        and other values, which get in inside, are 0."""
+    def arguments(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """``Batch.unflatten`` for the trace of a micro-batch, and the numbers in places: numbers
+        that are inputs are tensors, and other values, which get in inside, are 0."""
         count, unknown = self._batch.spec.num_leaves, self._unknown
         given = [
             0 if index in unknown or is_constant(leaf) else leaf
             for index, leaf in enumerate(leaves[:count])
         ]
-        args, kwargs, targets = pytree.tree_unflatten(given, self._batch.spec)
-        if self.others:
-            kwargs = {**kwargs, NUMBERS: tuple(leaves[count:])}
-        return args, kwargs, targets
+        return *pytree.tree_unflatten(given, self._batch.spec), tuple(leaves[count:])
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:

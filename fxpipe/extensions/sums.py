@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS
+from fxpipe.passes.lowering.lower import Sums
 
 
-class Needed:
+class Needed(Sums):
     """Where a schedule first needs the sums that its As begin."""
 
     def __init__(self, schedule: Schedule, updates: bool) -> None:
@@ -17,7 +18,7 @@ class Needed:
         self._needed = _needed(schedule, updates) if schedule.trains else {}
 
     def needed(self, device: int, position: int) -> Sequence[tuple[int, int]]:
-        """See ``Sums.needed`` of ``fxpipe.passes.lowering.lower``."""
+        """See ``Sums.needed``."""
         return self._needed.get((device, position), ())
 
 

@@ -125,7 +125,7 @@ _OF_VALUES = {
     for target in (
         *(aten.bernoulli.default, aten.bernoulli.Tensor, aten.randint_like.Tensor),
         *(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor),
-        *(aten.multinomial.default, aten.poisson.default, aten._standard_gamma.default),
+        *(aten.multinomial.default, aten.poisson.default),
     )
 }
 LAYOUTS = frozenset((_MASK, *_OF_LAYOUTS.values()))
@@ -134,21 +134,8 @@ LAYOUTS = frozenset((_MASK, *_OF_LAYOUTS.values()))
 OPERATORS = LAYOUTS.union(_OF_VALUES.values())
 """All seeded operators."""
 
-for _operation in OPERATORS - {torch.ops.fxpipe._standard_gamma.default}:
+for _operation in OPERATORS:
     _LIBRARY.impl(_operation, torch.library.fallthrough_kernel, "Autograd")
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0], output)
-
-
-def _gamma_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return gradient * torch._standard_gamma_grad(*ctx.saved_tensors), None, None
-
-
-torch.library.register_autograd(
-    "fxpipe::_standard_gamma", _gamma_backward, setup_context=_keep, lib=_LIBRARY
-)
 
 _TWO_BYTES = (torch.bfloat16, torch.float16)
 _CAST = (torch.float32, *_TWO_BYTES)

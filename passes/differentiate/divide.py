@@ -25,7 +25,7 @@ from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.traced import BYTES, ORIGIN, Traced, WholeBackward
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.extract import created
+from fxpipe.passes.differentiate.extract import ancestors, created, extract, results, with_names
 from fxpipe.passes.differentiate.fitted import FITTED
 from fxpipe.passes.differentiate.split_joint import split_joint
 from fxpipe.passes.graph.lazy_module import lazy_module
@@ -102,23 +102,14 @@ class _Division:
             for source, value in backward.gradients.items()
             if wanted.outputs and (source not in inputs or wanted.inputs)
         }
-        self.needed = self._needed()
+        needed = ancestors(self.back[value] for value in self.results.values())
         self.stage_of: dict[str, int] = {}
         for node in backward.graph.nodes:
-            if node.name in self.needed and node.op == "call_function":
+            if node in needed and node.op == "call_function":
                 self.stage_of[node.name] = self._place(node)
         self.edges: dict[Edge, None] = {}  # what goes from backward to backward
         self.extra: dict[Edge, None] = {}  # what backwards read of other stages' forwards
         self._connect(inputs)
-
-    def _needed(self) -> set[str]:
-        todo, seen = [self.back[value] for value in self.results.values()], set[str]()
-        while todo:
-            node = todo.pop()
-            if node.name not in seen:
-                seen.add(node.name)
-                todo.extend(node.all_input_nodes)
-        return seen
 
     def _place(self, node: fx.Node) -> int:
         reads = [self.stage_of[n.name] for n in node.all_input_nodes if n.name in self.stage_of]
@@ -227,36 +218,27 @@ class _Division:
         other stages' backwards read."""
         into = [edge.value for edge in plan.edges_into(stage.index)]
         away = outputs_of(plan.edges_from(stage.index))
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        old = {node.name: node for node in stage.graph.graph.nodes}
+        old = {node.name: node for node in stage.graph.graph.nodes if node.op != "output"}
         held = [a.name for a in (*stage.parameters, *stage.buffers) if a.name in old]
         read = {
-            name
+            source.name
             for name, there in self.stage_of.items()
             if there == stage.index
-            for name in [n.name for n in self.back[name].all_input_nodes]
+            for source in self.back[name].all_input_nodes
         }
         more = [a for a in self.traced.buffers if a.name in read and a.name not in held]
-        for name in [*held, *(a.name for a in more), *into]:
-            source = old.get(name) or self.nodes[name]
-            copy = graph.placeholder(name)
-            copy.name = copy.target = name
-            copy.meta.update(source.meta)
-            copies[source] = copy
-            copies[self.nodes[name]] = copy
-        end: Any = None
-        for node in stage.graph.graph.nodes:
-            if node.op == "output":
-                end = node
-            elif node.op != "placeholder":
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-                copies[node].meta["custom"] = {**node.meta.get("custom", {}), ORIGIN: node.name}
-        named = {node.name: node for node in graph.nodes}
-        writes = [copies[node] for node in end.args[0][len(end.args[0]) - len(stage.writes) :]]
-        graph.output((*(named[name] for name in away), *writes))
+        names = (*held, *(a.name for a in more), *into)
+        given = [old.get(name) or self.nodes[name] for name in names]
+        nodes = [node for node in old.values() if node.op != "placeholder"]
+        named = {node.name: node for node in (*given, *nodes)}
+        returned = results(stage.graph.graph)
+        writes = returned[len(returned) - len(stage.writes) :]
+        ends = [*(named[name] for name in away), *writes]
+        graph = with_names(extract(given, nodes, ends), given)
         for node in graph.nodes:
             node.meta[BYTES] = bytes_of(node.meta.get("val"))
+            if node.op not in ("placeholder", "output"):
+                node.meta["custom"] = {**node.meta.get("custom", {}), ORIGIN: node.name}
         return replace(
             stage,
             graph=lazy_module(self.traced.module, graph, f"Stage{stage.index}"),
@@ -281,11 +263,9 @@ class _Division:
         returned = outputs_of(plan.gradients_from(here))
         by_name: dict[str, fx.Node] = {}
         for node in stage.graph.graph.nodes:
-            if node.op == "output":
-                end: Any = node.args[0]
-            else:
+            if node.op != "output":
                 by_name[node.name] = _copied(node, graph, by_name)
-        count = len(by_name)
+        end = results(stage.graph.graph)
         late = dict(by_name)
         for value in given:
             copy = graph.placeholder(f"gradient_{value}")
@@ -297,11 +277,11 @@ class _Division:
         for node in self.backward.graph.nodes:
             if self.stage_of.get(node.name) == here:
                 late[node.name] = _copied(node, graph, late)
-        results = [self.results.get(name, name) for name in returned]
+        of_inputs = [self.results.get(name, name) for name in returned]
         trained = {a.name: self.results[a.name] for a in stage.parameters if a.name in self.results}
-        computed = [*results, *trained.values()]
+        computed = [*of_inputs, *trained.values()]
         writes = [by_name[node.name] for node in end[len(end) - len(stage.writes) :]]
-        added = {late[n] for n in trained.values()} - {late[n] for n in results}
+        added = {late[n] for n in trained.values()} - {late[n] for n in of_inputs}
         graph.output((*(by_name[n] for n in away), *writes, *(late[n] for n in computed)))
         for node in graph.nodes:
             node.target = FITTED.get(node.target, node.target)
@@ -320,14 +300,12 @@ class _Division:
                     "nn.Embedding(..., sparse=False)"
                 )
         parameters = [self.state[a.target] for a in stage.parameters if a.name in trained]
-        arguments = len(names)
-        assert count - arguments == sum(n.op == "call_function" for n in stage.graph.graph.nodes)
         return GraphKernel(
             *split_joint(
                 graph,
                 here,
                 [*names, *(node.name for node in gradients)],
-                arguments,
+                len(names),
                 len(away) + len(stage.writes),
                 parameters,
                 functional,

@@ -96,6 +96,14 @@ def extract(
     return graph
 
 
+def with_names(graph: fx.Graph, inputs: Sequence[fx.Node]) -> fx.Graph:
+    """Call the placeholders of a graph as the ``inputs`` that it was extracted for; fx renames one
+    that is called like a builtin."""
+    for copy, node in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        copy.name = copy.target = node.name
+    return graph
+
+
 def created(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
     """A new node at the end of a graph. ``create_node`` with operands looks for symbols in all of
     them, which takes longer than all else that it does."""

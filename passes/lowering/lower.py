@@ -103,7 +103,7 @@ class Lower:
         flush = not schedule.overlaps
         row = schedule.rows[device]
         behind: list[ins.Instruction] = []  # what comes behind the barrier
-        yield from instructions.begin(device)
+        yield from instructions.sums.begin(device)
         for position, task in enumerate(row):
             if task.kind in "BI" and not paused:
                 yield ins.Pause()
@@ -111,7 +111,8 @@ class Lower:
             if task.kind == "U" and not self.updates:
                 continue
             if task.kind == "A":
-                yield from instructions.summing(task, device)
+                if (begun := instructions.sums.of(task, device)) is not None:
+                    yield begun
                 continue
             yield from instructions.before(device, position)
             yield from instructions.parts(task)
@@ -176,32 +177,33 @@ class Beside(Protocol):
         ...
 
 
-class Sums(Protocol):
-    """What makes the instructions of a schedule whose gradients are summed, by its As."""
+class Sums:
+    """Makes the instructions of a schedule whose gradients are summed, by its As. Extensions do;
+    this one is for a schedule that sums nothing."""
 
     def begin(self, device: int) -> Iterator[ins.Instruction]:
         """Yield what a device's list begins with."""
-        ...
+        return iter(())
 
     def of(self, task: Task, device: int) -> ins.Instruction | None:
         """What an A becomes on a device, if anything."""
-        ...
+        return None
 
     def parts(self, task: Task, version: int) -> Iterator[ins.Instruction]:
         """Yield what comes right before a backward that reads a version of the weights."""
-        ...
+        return iter(())
 
     def rest(self, task: Task) -> bool:
         """Whether ``parts`` runs a part of a backward, so that only the rest of it is left."""
-        ...
+        return False
 
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         """What waits for the sum of a stage's gradients, unless nothing sums them."""
-        ...
+        return None
 
     def needed(self, device: int, position: int) -> Sequence[tuple[int, int]]:
         """The stages, each with its batch, whose sums are first needed at a position of a row."""
-        ...
+        return ()
 
 
 class _Instructions:
@@ -231,21 +233,11 @@ class _Instructions:
             for position, task in enumerate(row)
             if task.kind == "U" and lower.updates
         }
-        self._sums: Sums | None = None
+        self.sums = Sums()
         if lower.replicas > 1 or any(schedule.working):
             part = Parts.sum_replicas if lower.replicas > 1 else Parts.sum_copies
             make = part.find(f"schedule {schedule.name!r}")
-            self._sums = make(schedule, lower.plan, lower.updates)
-
-    def begin(self, device: int) -> Iterator[ins.Instruction]:
-        """Yield what a device's list begins with."""
-        if self._sums is not None:
-            yield from self._sums.begin(device)
-
-    def summing(self, task: Task, device: int) -> Iterator[ins.Instruction]:
-        """Yield what an A becomes."""
-        if self._sums is not None and (begun := self._sums.of(task, device)) is not None:
-            yield begun
+            self.sums = make(schedule, lower.plan, lower.updates)
 
     def of(self, task: Task, position: int) -> ins.Instruction:
         """The instruction that runs a task at a position of its row."""
@@ -267,9 +259,9 @@ class _Instructions:
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self._trains and not again, again)
         if kind == "B":
-            return ins.Backward(stage, i, version, batch, self._rest(task))
+            return ins.Backward(stage, i, version, batch, self.sums.rest(task))
         if kind == "W":
-            return ins.WeightGrad(stage, i, version, batch, self._rest(task))
+            return ins.WeightGrad(stage, i, version, batch, self.sums.rest(task))
         if kind == "I":
             return ins.InputGrad(stage, i, version, batch, (i, stage) in self._frozen)
         return ins.Recompute(stage, i, version, batch)
@@ -280,19 +272,12 @@ class _Instructions:
         assert task.stage is not None
         for beside in self._beside.values():
             yield from beside.before(task)
-        if self._sums is not None:
-            version = task.batch - self._delays[task.stage]
-            yield from self._sums.parts(task, version)
-
-    def _rest(self, task: Task) -> bool:
-        return self._sums is not None and self._sums.rest(task)
+        yield from self.sums.parts(task, task.batch - self._delays[task.stage])
 
     def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
         """Yield what a position waits for: sums, with their norms if stages clip."""
-        if self._sums is None:
-            return
-        for stage, batch in self._sums.needed(device, position):
-            if (waits := self._sums.waits(stage, batch)) is None:
+        for stage, batch in self.sums.needed(device, position):
+            if (waits := self.sums.waits(stage, batch)) is None:
                 continue
             yield waits
             if self._clips:
@@ -302,7 +287,7 @@ class _Instructions:
         """Yield the norm of the gradients that a task completes, if stages clip."""
         if self._clips and self._last.get(task.stage) == task:
             assert task.stage is not None
-            if self._sums is None or self._sums.waits(task.stage, task.batch) is None:
+            if self.sums.waits(task.stage, task.batch) is None:
                 yield _clipping("norm", task.stage, task.batch)
 
 

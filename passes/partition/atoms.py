@@ -18,11 +18,11 @@ saved there, too.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import networkx
 from torch import fx
 
 from fxpipe.ir.traced import Traced
@@ -152,7 +152,8 @@ def _joined(
             sources[index].add(first)
     for before, after in pairs:
         sources[place[after]].add(place[before])
-    group_of = {index: number for number, part in enumerate(_connected(sources)) for index in part}
+    joined = networkx.strongly_connected_components(networkx.DiGraph(sources))
+    group_of = {index: number for number, part in enumerate(joined) for index in part}
     groups: defaultdict[int, list[int]] = defaultdict(list)
     read: defaultdict[int, set[int]] = defaultdict(set)
     for index, group in sorted(group_of.items()):
@@ -161,32 +162,3 @@ def _joined(
     # ties go by the program's order
     ordered = sorted_by_rank(read, lambda group, _: groups[group][0])
     return [[nodes[index] for index in groups[group]] for group in ordered]
-
-
-def _connected(sources: Mapping[int, set[int]]) -> Iterator[list[int]]:
-    """Yield the strongly connected components of a graph (Kosaraju, 1978)."""
-    readers: dict[int, list[int]] = {item: [] for item in sources}
-    for item, others in sources.items():
-        for source in others:
-            readers[source].append(item)
-    ends = itertools.chain.from_iterable(_walks(sources, sources))
-    return _walks(readers, reversed([*ends]))
-
-
-def _walks(following: Mapping[int, Iterable[int]], starts: Iterable[int]) -> Iterator[list[int]]:
-    """Search depth-first from each start; yield the items that each search is the first to reach,
-    in postorder."""
-    seen: set[int] = set()
-    for start in starts:
-        reached: list[int] = []
-        path = [(start, iter(following[start]))] if start not in seen else []
-        seen.add(start)
-        while path:
-            unseen = next((item for item in path[-1][1] if item not in seen), None)
-            if unseen is None:
-                reached.append(path.pop()[0])
-            else:
-                seen.add(unseen)
-                path.append((unseen, iter(following[unseen])))
-        if reached:
-            yield reached

@@ -15,6 +15,7 @@ from torch import fx
 from fxpipe.ir.plan import Plan, Stage, StageCosts, Write
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST, Edge, outputs_of
+from fxpipe.passes.differentiate.extract import extract, with_names
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, readers
 from fxpipe.torchtools.source import module_paths
@@ -94,27 +95,16 @@ class _Cutter:
         return tuple(edges)
 
     def _stage(self, index: int) -> Stage:
-        into = [edge for edge in self.edges if edge.target == index]
-        away = [edge for edge in self.edges if edge.source == index]
-        graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        nodes = [n for n in compute_nodes(self.traced.graph) if self.stage_of[n.name] == index]
-        by_name = {node.name: node for node in self.traced.graph.nodes}
+        into = [edge.value for edge in self.edges if edge.target == index]
+        away = outputs_of(tuple(edge for edge in self.edges if edge.source == index))
         parameters = [a for a in self.traced.parameters if self.home[a.name] == index]
         buffers = [a for a in self.traced.buffers if index in self._reading_stages(a.target)]
-        arriving = [edge.value for edge in into]
-        held = [a.name for a in (*parameters, *buffers)]
-        read = [(name, graph.placeholder(name)) for name in (*held, *arriving)]
-        for name, copy in read:
-            copy.name = name  # fx renames a placeholder that is called like a builtin
-            copy.meta.update(by_name[name].meta)
-            copies[by_name[name]] = copy
-        for node in nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
         writes = tuple(write for write in self.traced.writes if self._writer(write) == index)
-        returned = [copies[by_name[name]] for name in outputs_of(tuple(away))]
-        returned += [copies[by_name[w.value]] for w in writes if w.value in by_name]
-        graph.output(tuple(returned))
+        by_name = {node.name: node for node in self.traced.graph.nodes}
+        given = [by_name[name] for name in (*(a.name for a in (*parameters, *buffers)), *into)]
+        nodes = [n for n in compute_nodes(self.traced.graph) if self.stage_of[n.name] == index]
+        returned = [*away, *(write.value for write in writes if write.value in by_name)]
+        graph = with_names(extract(given, nodes, [by_name[name] for name in returned]), given)
         graph.lint()
         return Stage(
             index=index,

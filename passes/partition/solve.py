@@ -17,7 +17,6 @@ from fxpipe.passes.partition.work import (
     Division,
     StageDevices,
     Work,
-    even_runs,
     sorted_by_rank,
     weigh,
 )
@@ -30,32 +29,34 @@ _CAPS = (1.02, 1.1, 1.5, 4.0, 16.0, 64.0)
 """Caps on the slowest stage to try in turn, relative to the least time: tight ones are faster."""
 
 
-@intra_op_threads(1)  # the tables are small: starting threads would take longer
-def solve(work: Work, machine: StageDevices) -> Division | None:
-    """Return the best division found; None if none keeps the memory limits.
+class Partitioner:
+    """Divides work among stages: cuts several orders of the operations in the best way, within
+    links and limits. An extension may have another one."""
 
-    There must be at least as many atoms as stages.
-    """
-    least = max(work.total / sum(machine.speeds), max(work.seconds) / max(machine.speeds))
-    best: Division | None = None
-    for order in orders(work):
-        stage_of = _fastest(work, machine, order, least, best)
-        division = best if stage_of is None else weigh(work, machine, stage_of)
-        if division is not None and (best is None or division.slowest < best.slowest):
-            best = division if division.fits(machine) else best
-        if best is not None and best.slowest <= least * (1 + SLACK):
-            break
-    return None if best is None else _with_fewest_bytes(work, machine, best)
+    @intra_op_threads(1)  # the tables are small: starting threads would take longer
+    def divide(self, work: Work, machine: StageDevices) -> Division | None:
+        """Divide the atoms, of which there are at least as many as stages; None if no division
+        found keeps the memory limits. Of divisions whose slowest stage is within one hundredth of
+        the best found, it is the one that sends the fewest bytes."""
+        least = max(work.total / sum(machine.speeds), max(work.seconds) / max(machine.speeds))
+        best: Division | None = None
+        for order in orders(work):
+            stage_of = _fastest(work, machine, order, least, best)
+            division = best if stage_of is None else weigh(work, machine, stage_of)
+            if division is not None and (best is None or division.slowest < best.slowest):
+                best = division if division.fits(machine) else best
+            if best is not None and best.slowest <= least * (1 + SLACK):
+                break
+        return None if best is None else _with_fewest_bytes(work, machine, best)
 
-
-@intra_op_threads(1)
-def least_limits(work: Work, machine: StageDevices) -> Division:
-    """Return the cut of the program's order that comes nearest to the memory limits: it keeps them
-    once all are scaled by the least common factor."""
-    order = range(len(work))
-    cuts = Runs(work, machine, order).cut("memory", math.inf)
-    assert cuts is not None
-    return weigh(work, machine, _stages(order, cuts))
+    @intra_op_threads(1)
+    def nearest(self, work: Work, machine: StageDevices) -> Division:
+        """The cut of the program's order that comes nearest to the memory limits, where ``divide``
+        finds none: it keeps them once all are scaled by the least common factor."""
+        order = range(len(work))
+        cuts = Runs(work, machine, order).cut("memory", math.inf)
+        assert cuts is not None
+        return weigh(work, machine, _stages(order, cuts))
 
 
 def orders(work: Work) -> Iterator[Sequence[int]]:
@@ -78,9 +79,6 @@ def _fastest(
 ) -> list[int] | None:
     """Atom → stage for the best cut of an order into runs; None if none is as fast as ``best`` and
     keeps the limits."""
-    if not machine.linked and not machine.limited:  # only compute time matters
-        ends = [0.0, *itertools.accumulate(work.seconds[atom] for atom in order)]
-        return _stages(order, even_runs(ends, machine.speeds))
     if best is not None:
         most = best.slowest
     else:
@@ -110,19 +108,3 @@ def _stages(order: Sequence[int], cuts: Sequence[int]) -> list[int]:
         for atom in order[start:end]:
             stage_of[atom] = stage
     return stage_of
-
-
-class Partitioner:
-    """Divides work among stages: cuts several orders of the operations in the best way, within
-    links and limits. An extension may have another one."""
-
-    def divide(self, work: Work, machine: StageDevices) -> Division | None:
-        """Divide the atoms, of which there are at least as many as stages; None if that keeps no
-        memory limits. Of divisions whose slowest stage is within one hundredth of the best found,
-        it is the one that sends the fewest bytes."""
-        return solve(work, machine)
-
-    def nearest(self, work: Work, machine: StageDevices) -> Division:
-        """The division that comes nearest to the memory limits, where ``divide`` finds none: it
-        keeps them once all are scaled by the least common factor."""
-        return least_limits(work, machine)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -192,40 +191,6 @@ class Division:
         return not machine.limits or all(
             load.memory <= limit for load, limit in zip(self.loads, machine.limits, strict=True)
         )
-
-
-def even_runs(ends: Sequence[float], speeds: Sequence[float]) -> list[int]:
-    """Return where the stages after the first begin in the cut with the fastest slowest stage, if
-    only compute counts. No stage is empty.
-
-    This bisects the slowest stage's time, and tries each guess by filling stage after stage.
-
-    Args:
-        ends: seconds of work before each place, from 0.
-        speeds: stage → speed of its device.
-    """
-    low, high = 0.0, ends[-1] / min(speeds)
-    cuts = _filled(ends, speeds, math.inf)
-    assert cuts is not None
-    for _ in range(60):
-        limit = (low + high) / 2
-        filled = _filled(ends, speeds, limit)
-        low, high = (limit, high) if filled is None else (low, limit)
-        cuts = filled or cuts
-    return cuts
-
-
-def _filled(ends: Sequence[float], speeds: Sequence[float], limit: float) -> list[int] | None:
-    """Fill one stage after another up to a limit in seconds, and leave an atom for each that
-    follows; returns where the stages end, but for the last, or None if atoms are left over."""
-    count, at, cuts = len(ends) - 1, 0, []
-    for stage, speed in enumerate(speeds):
-        full = bisect_right(ends, ends[at] + limit * speed) - 1
-        end = min(full, count - (len(speeds) - 1 - stage))
-        if end <= at:
-            return None
-        cuts.append(at := end)
-    return cuts[:-1] if at == count else None
 
 
 def weigh(work: Work, machine: StageDevices, stage_of: Sequence[int]) -> Division:

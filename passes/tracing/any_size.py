@@ -8,6 +8,7 @@ The graph for a size is cut and divided like any other, so that no later pass kn
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +22,7 @@ from fxpipe.ir.traced import Literal, Traced
 from fxpipe.log import LOGGER
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.tracing.shapes import Dims, resized, shapes_of
-from fxpipe.passes.tracing.symbols import Put, SizeError, Symbols, symbols_as_operands
+from fxpipe.passes.tracing.symbols import Put, SizeError, Symbols
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class AnySize:
         the graph for their sizes."""
         try:
             symbols = Symbols(free, leaves)
-            with symbols_as_operands():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Raw SymInt value")  # symbols are operands
                 traced = capture(symbols.leaves)
             traced = replace(traced, accepts=_accepting(symbols, leaves))
             made = put(traced, symbols.numbers(leaves), leaves)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import FunctionCtx
 from torch.fx import traceback as fx_traceback
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import FxpipeError, told
@@ -32,7 +33,7 @@ from fxpipe.passes.tracing.explain import BackwardError
 from fxpipe.passes.tracing.halves import Halves
 from fxpipe.passes.tracing.loss_module import LossModule, own_loss
 from fxpipe.torchtools.pytrees import taken_apart, together
-from fxpipe.torchtools.state import on_fakes
+from fxpipe.torchtools.state import assigned_in_place, on_fakes
 
 
 class UntracedCalls(Protocol):
@@ -203,7 +204,7 @@ class Whole(nn.Module):
         own = {name: getattr(self, at) for at, name in self.state.items()}
         of_loss = {n.removeprefix("loss:"): x for n, x in own.items() if n.startswith("loss:")}
         of_model = {name: x for name, x in own.items() if not name.startswith("loss:")}
-        with _standing(model, of_model), _standing(loss, of_loss):
+        with _standing(model, of_model), _standing(loss or nn.Module(), of_loss):
             output = taken_apart(model(*args, **kwargs))
             self.outputs, self.spec = pytree.tree_flatten(output)
             found: tuple[Any, ...] = ()
@@ -269,37 +270,10 @@ class Whole(nn.Module):
 
 
 @contextmanager
-def _standing(module: nn.Module | None, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, a module has these parameters and buffers, by the first of their names. One that it
-    assigns anew is written."""
-    # where, as what, its own, the other
-    held: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-    if module is not None and tensors:
-        first: dict[int, str] = {}
-        for name, own in (*module.named_parameters(), *module.named_buffers()):
-            first.setdefault(id(own), name)
-        for each in module.modules():
-            for entries in (_entries(each._parameters), _entries(each._buffers)):
-                held += [
-                    (entries, key, own, tensors[first[id(own)]])
-                    for key, own in entries.items()
-                    if own is not None
-                ]
-    try:
-        for entries, key, _, other in held:
-            entries[key] = other
+def _standing(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, a module has these parameters and buffers, by the first of their names. A buffer that
+    it assigns anew is written."""
+    # in a stack, or a submodule that occurs twice would keep them
+    standing = _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
+    with standing, assigned_in_place(module):
         yield
-        for entries, key, _, other in held:
-            now = entries.get(key)
-            if now is not other and isinstance(now, Tensor):
-                with torch.no_grad():
-                    other.copy_(now)
-    finally:
-        for entries, key, own, _ in held:
-            entries[key] = own
-
-
-def _entries(held: Any) -> dict[str, Any]:
-    """The parameters or buffers of a module, for any tensor to stand for one."""
-    entries: dict[str, Any] = held
-    return entries

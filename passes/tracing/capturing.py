@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, sym_int
@@ -35,43 +36,36 @@ def capturing(as_export: bool, symbolic: bool) -> Iterator[None]:
             ``torch.compile``.
         symbolic: whether sizes are symbols.
     """
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # slow to import
+
     with (
         warnings.catch_warnings(),
         announced(as_export),
+        patch.object(PythonKeyTracer, "create_node", _with_lines(PythonKeyTracer.create_node)),
         _kept_whole(symbolic),
         functorch.patch(backward_pass_autocast="off"),
-        distributions_unchecked(),
-        masks_unread(),
+        # a trace has no values, which distributions would validate, and modules of transformers
+        # compare with a causal mask, to choose a faster kernel with the same result
+        patch.object(Distribution, "_validate_args", False),
+        patch.object(transformer, "_detect_is_causal_mask", _as_said),
         checkpoints_opened(),
         DataDetached(),
-        _lines(),
     ):
         warnings.simplefilter("ignore")
         yield
 
 
-@contextmanager
-def announced(as_export: bool) -> Iterator[None]:
+def announced(as_export: bool) -> AbstractContextManager[Any]:
     """Inside, ``torch.compiler.is_compiling()`` is True, and ``is_exporting()`` as asked."""
-    flags = vars(torch.compiler)
-    before = {name: flags.get(name) for name in ("_is_exporting_flag", "_is_compiling_flag")}
-    flags.update(_is_exporting_flag=as_export, _is_compiling_flag=True)
-    try:
-        yield
-    finally:
-        flags.update(before)
+    return patch.multiple(torch.compiler, _is_exporting_flag=as_export, _is_compiling_flag=True)
 
 
-@contextmanager
-def _lines() -> Iterator[None]:
-    """Inside, the nodes of captured graphs get the user's line that made them. PyTorch's own way,
-    with all frames, would take as long as all else."""
-    from torch.fx.experimental.proxy_tensor import PythonKeyTracer
-
-    create = PythonKeyTracer.create_node
+def _with_lines(create: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
+    """A tracer's ``create_node`` whose nodes get the user's line that makes them. PyTorch's own
+    way, with all frames, would take as long as all else."""
 
     def with_line(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node: fx.Node = create(tracer, *args, **kwargs)
+        node = create(tracer, *args, **kwargs)
         frame = sys._getframe(1)
         while frame is not None and not source.is_users(frame.f_code.co_filename):
             frame = frame.f_back  # type: ignore[assignment]
@@ -81,11 +75,7 @@ def _lines() -> Iterator[None]:
             node.meta["stack_trace"] = line
         return node
 
-    setattr(PythonKeyTracer, "create_node", with_line)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(PythonKeyTracer, "create_node", create)  # noqa: B010
+    return with_line
 
 
 _APART = (
@@ -149,16 +139,8 @@ def _resized(operation: Any, x: Tensor, size: Any, *options: Any) -> Tensor:
 _WRITTEN = {torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd}
 
 
-@contextmanager
-def _nothing_equal() -> Iterator[None]:
-    """Inside, tensors without data are not equal: istft looks for gaps in its windows by ``equal``,
-    and there was none in the model's own run."""
-    known: dict[Any, Any] = fake_impls.op_implementations_dict
-    known[aten.equal.default] = lambda mode, func, *args: False
-    try:
-        yield
-    finally:
-        del known[aten.equal.default]
+_UNEQUAL = {aten.equal.default: lambda mode, func, *args: False}
+"""istft looks for gaps in its windows by ``equal``, and there was none in the model's own run."""
 
 
 class DataDetached(TorchFunctionMode):
@@ -177,7 +159,7 @@ class DataDetached(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in (torch.istft, Tensor.istft):
-            with _nothing_equal():
+            with patch.dict(fake_impls.op_implementations_dict, _UNEQUAL):
                 return func(*args, **(kwargs or {}))
         if func not in (_DATA.__get__, _DATA.__set__):
             return func(*args, **(kwargs or {}))
@@ -204,25 +186,6 @@ def _unseen(where: str) -> TraceError:
     )
 
 
-@contextmanager
-def distributions_unchecked() -> Iterator[None]:
-    """Inside, ``torch.distributions`` do not validate their arguments: a trace has no values."""
-    validate = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(validate)
-
-
-@contextmanager
-def masks_unread() -> Iterator[None]:
-    """Inside, ``nn.TransformerEncoder`` and ``nn.TransformerDecoder`` apply attention masks without
-    comparing their values with a causal mask, which would choose a faster kernel with the same
-    result."""
-    detect = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = detect
+def _as_said(mask: Any, is_causal: bool | None = None, size: Any = None) -> bool:
+    """Whether an attention mask is causal, by what the caller says of it."""
+    return is_causal is True

@@ -42,7 +42,7 @@ def untraceable(model: nn.Module, error: Exception) -> TraceError:
     where = source.of_exception(error)
     whole = told(error)
     summary = whole.splitlines()[0]
-    if on_values(error):
+    if any(word in whole for word in _ON_VALUES):
         reason = "what it computes depends on the values of a tensor"
         cure = "compute it with torch.where or masks"
     elif any(word in whole for word in _OUTSIDE):
@@ -53,12 +53,11 @@ def untraceable(model: nn.Module, error: Exception) -> TraceError:
         cure = "register it (register_buffer), and write the buffer in place"
     else:
         reason, cure = summary[:300], "rewrite that line"
-    return _error(model, where, reason, cure, around or called(model, error))
-
-
-def on_values(error: Exception) -> bool:
-    """Whether a tracer has failed as what the model computes depends on the values of a tensor."""
-    return any(word in told(error) for word in _ON_VALUES)
+    around = around or called(model, error)
+    name = model._get_name()
+    where = f"{where or name} ({reason})"
+    out = way_out(around[-1] if around else "")
+    return TraceError(f"{name} cannot be traced at {where}; {cure}, or {out}", where, around)
 
 
 def called(model: nn.Module, error: BaseException) -> list[str]:
@@ -70,12 +69,3 @@ def called(model: nn.Module, error: BaseException) -> list[str]:
         if frame.f_code is nn.Module._call_impl.__code__
     ]
     return [name for name in calls if name]
-
-
-def _error(
-    model: nn.Module, where: str, reason: str, cure: str, submodules: Sequence[str]
-) -> TraceError:
-    name = model._get_name()
-    where = f"{where or name} ({reason})"
-    out = way_out(submodules[-1] if submodules else "")
-    return TraceError(f"{name} cannot be traced at {where}; {cure}, or {out}", where, submodules)

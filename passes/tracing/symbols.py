@@ -6,9 +6,7 @@ for the sizes for which these are true.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -84,14 +82,6 @@ class Symbols:
             if symbol in numbers and _number(expression, numbers) != numbers[symbol]:
                 raise SizeError(f"{symbol} is not {expression}")
         return numbers
-
-
-@contextmanager
-def symbols_as_operands() -> Iterator[None]:
-    """Inside, PyTorch does not warn of graphs whose operations have symbols as operands."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Raw SymInt value")
-        yield
 
 
 class Put:

@@ -74,10 +74,7 @@ def test_nothing_else_of_the_library_calls_these_passes() -> None:
         if alias.name in names
     ]
     others = {path for path, _ in importing if path.startswith("fxpipe/compiler/")}
-    assert others == {
-        "fxpipe/compiler/passes.py",
-        "fxpipe/compiler/leaf_modules/logging_loss.py",  # a pass that calls another
-    }, importing
+    assert others == {"fxpipe/compiler/passes.py"}, importing
 
 
 @pytest.mark.parametrize("extensions", [["deferred_batchnorm"], [fxpipe.LeafModules("1")]])

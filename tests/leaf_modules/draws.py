@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.compiler.leaf_modules.draws import SeededDraws, draw_from
+from fxpipe.compiler.leaf_modules.draws import SeededDraws
 from fxpipe.random import mix
 
 
@@ -17,19 +17,18 @@ from fxpipe.random import mix
 def seeded(leaves: Sequence[nn.Module], step: int, microbatches: int) -> Iterator[None]:
     """Inside, the leaves draw in the plain loop what they do in a step of the pipeline."""
     torch.manual_seed(step)
-    seed = int(torch.randint(2**62, (), dtype=torch.int64))
+    seed, draws = int(torch.randint(2**62, (), dtype=torch.int64)), SeededDraws(0, 0)
 
     def seed_at(leaf: nn.Module, number: int) -> Any:
         rest = iter(range(microbatches))
 
         def begin(module: nn.Module, args: Any) -> None:
-            of_microbatch = mix(seed, next(rest))
-            draw_from(torch.tensor(of_microbatch), number)
+            draws.seed, draws.node, draws.drawn = mix(seed, next(rest)), number, 0
 
         return leaf.register_forward_pre_hook(begin)
 
     hooks = [seed_at(leaf, number) for number, leaf in enumerate(leaves)]
-    with SeededDraws():
+    with draws:
         yield
     for hook in hooks:
         hook.remove()

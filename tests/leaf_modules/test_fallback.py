@@ -37,40 +37,41 @@ def error(where: str, *submodules: str) -> TraceError:
 def test_the_innermost_submodule_around_a_line_becomes_a_leaf_and_all_of_its_class() -> None:
     model = Model()
     leaves = Leaves(model, {})
-    assert leaves.grow(error("model.py:5", "first")) is None
+    leaves.take(error("model.py:5", "first"))
     assert leaves.called == {"first": model.first, "second": model.second}
     assert leaves.unasked == {"first": "model.py:5", "second": "model.py:5"}
 
 
 def test_a_class_of_pytorch_says_nothing_of_its_other_submodules() -> None:
     leaves = Leaves(Model(), {})
-    assert leaves.grow(error("nn.py:5", "first", "first.gate")) is None
+    leaves.take(error("nn.py:5", "first", "first.gate"))
     assert [*leaves.called] == ["first.gate"]
 
 
 def test_a_line_in_the_models_own_forward_is_refused() -> None:
     leaves, refused = Leaves(Model(), {}), error("model.py:9")
-    assert leaves.grow(refused) is refused
-    with pytest.raises(TraceError):
+    with pytest.raises(TraceError) as raised:
         leaves.take(refused)
+    assert raised.value is refused
     assert not leaves.called
 
 
 def test_a_leaf_that_cannot_be_one_gives_way_to_what_is_around_it() -> None:
     model = Model()
     leaves = Leaves(model, {})
-    leaves.grow(error("model.py:5", "first", "first.gate"))
+    leaves.take(error("model.py:5", "first", "first.gate"))
     with pytest.raises(UnfitLeaf) as raised:
         model.first(None)
-    assert leaves.grow(raised.value) is None
+    leaves.take(raised.value)
     assert "first" in leaves.called and leaves.unasked["first"] == "model.py:5"
 
 
 def test_what_the_user_asked_for_stays_and_is_looked_up_again() -> None:
     model = Model()
     leaves = Leaves(model, {"head": model.head})
-    leaves.grow(error("model.py:5", "first"))
-    leaves.shrink()  # no graph calls these yet
+    leaves.take(error("model.py:5", "first"))
+    with pytest.raises(TraceError):  # while no graph calls these yet
+        leaves.take(error("model.py:9"))
     assert [*leaves.called] == ["head"]
     model.head = nn.Linear(2, 3)
     leaves.begin()
@@ -81,7 +82,7 @@ def test_the_warning_has_the_line_the_share_and_what_to_write_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     leaves = Leaves(Model(), {})
-    leaves.grow(error("model.py:5", "first"))
+    leaves.take(error("model.py:5", "first"))
     with caplog.at_level(logging.WARNING, "fxpipe"):
         leaves.tell()
         leaves.tell()

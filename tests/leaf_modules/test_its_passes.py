@@ -27,7 +27,7 @@ def own(options: Options) -> list[Pass]:
 
 @pytest.mark.smoke
 def test_they_require_what_they_take(options: Options) -> None:
-    assert len(own(options)) == 4
+    assert len(own(options)) == 3
     for each in own(options):
         taken, given = inspect.signature(each.function).parameters, {*each.needs}
         assert given <= taken.keys()

@@ -179,6 +179,15 @@ def test_hooks_of_leaves_run_in_every_step(when: str) -> None:
     train_both(Around(inner), ["last"], [inner])
 
 
+def test_a_leaf_in_which_a_submodule_occurs_twice_keeps_its_parameters() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    model = Around(nn.Sequential(layer, nn.Tanh(), layer))
+    before = [*map(id, model.parameters())]
+    train_both(model, ["last"], ["inner"])
+    assert [*map(id, model.parameters())] == before
+
+
 def test_a_leaf_inside_of_a_leaf_is_the_outer_ones_affair() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(Branching(4), nn.Linear(4, 4))

@@ -62,7 +62,7 @@ def test_a_loss_is_called_as_it_is_if_it_does_more_than_compute(name: str) -> No
     TABLE.clear()
     leaves = Leaves(nn.Identity(), {}, loss)
     with leaves.trying():
-        assert look_at_loss(leaves, Objective(loss), Y, (T,)) == called
+        look_at_loss(leaves, Objective(loss), Y, (T,))
         assert leaves.loss == called
     if called:
         assert not LOG  # no step has run

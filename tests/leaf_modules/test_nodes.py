@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from fxpipe.compiler.leaf_modules.calls import LeafCalls
 from fxpipe.compiler.leaf_modules.extension import LeafModules
-from fxpipe.compiler.leaf_modules.nodes import LeafBackward, LeafForward, Look, with_needs
+from fxpipe.compiler.leaf_modules.nodes import LeafBackward, LeafForward, Look
 from fxpipe.compiler.leaf_modules.trial import Trial
 from fxpipe.errors import InputError, TraceError
 from fxpipe.passes.tracing.capture import UntracedCalls
@@ -46,7 +47,7 @@ def nodes(
     parts = [*given, *(state[name] for name in call.state)]
     needs = [at in wanted for at in range(len(given))]
     needs += [isinstance(state[name], nn.Parameter) for name in call.state]
-    call = with_needs(call, call.given, needs, True)
+    call = replace(call, needs=tuple(needs))
     looks = [Look.of(x) for x, has in zip(parts, needs, strict=True) if has]
     return LeafForward(call, module), LeafBackward(call, which, wanted, looks)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxpipe
-from fxpipe.compiler.leaf_modules.draws import SeededDraws, draw_from
+from fxpipe.compiler.leaf_modules.draws import SeededDraws
 from fxpipe.errors import ExecutionError, TraceError
 from fxpipe.random import mix
 from tests.helpers.around import Around
@@ -75,10 +75,10 @@ def test_layers_are_dropped_by_the_seed_of_the_microbatch(drops: Function) -> No
     torch.manual_seed(0)
     model = Around(Does(drops, layers()))
     alone = copy.deepcopy(model)
-    numbers = iter(range(100))
+    numbers, draws = iter(range(100)), SeededDraws(0, 0)
 
     def begin(module: nn.Module, args: Any) -> None:
-        draw_from(torch.tensor(mix(seed, next(numbers))), 0)
+        draws.seed, draws.drawn = mix(seed, next(numbers)), 0
 
     alone.inner.register_forward_pre_hook(begin)
     x, y = torch.randn(8, 4), torch.randn(8, 4)
@@ -91,7 +91,7 @@ def test_layers_are_dropped_by_the_seed_of_the_microbatch(drops: Function) -> No
             torch.manual_seed(step)
             seed = int(torch.randint(2**62, (), dtype=torch.int64))
             numbers = iter(range(4))
-            with SeededDraws():
+            with draws:
                 expected = loop.train(alone, 4, x, loss=F.mse_loss, target=y)
             assert torch.equal(made, expected.loss)
     loop.assert_same(loop.gradients(model), loop.gradients(alone))

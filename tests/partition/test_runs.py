@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.passes.partition.runs import Goal, Runs
-from fxpipe.passes.partition.solve import solve
+from fxpipe.passes.partition.solve import Partitioner
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits
@@ -108,7 +108,7 @@ def cells(count: int, dice: random.Random) -> Work:
 @pytest.mark.parametrize("work", [cells(6, random.Random(0)), chain([1.0] * 80)])
 def test_links_slower_than_all_compute_leave_a_division(work: Work) -> None:
     link = ((1e4,) * 4,) * 4
-    found = solve(work, StageDevices((1.0,) * 4, per_byte=link))
+    found = Partitioner().divide(work, StageDevices((1.0,) * 4, per_byte=link))
     assert found is not None
     assert found.slowest >= 2e4
 
@@ -117,7 +117,7 @@ def test_a_search_finds_the_fastest_link_to_any_stage() -> None:
     """From the first stage to the last is fast, by way of the second slow; nothing takes it."""
     work = Work((1.0,) * 3, (0,) * 3, (0,) * 3, (Transfer(0, (2,), 1),))
     link = ((0.0, 10.0, 0.1), (10.0, 0.0, 10.0), (0.1, 10.0, 0.0))
-    found = solve(work, StageDevices((1.0,) * 3, per_byte=link))
+    found = Partitioner().divide(work, StageDevices((1.0,) * 3, per_byte=link))
     assert found is not None
     assert found.stage_of == (0, 1, 2)
     assert found.slowest == pytest.approx(1.1)
@@ -127,5 +127,5 @@ def test_a_shared_parameter_weighs_on_the_stage_that_owns_it() -> None:
     tied = Transfer(None, (0, 1), 0, True, 10)
     work = Work((1.0, 1.0), (0, 0), (0, 0), (Transfer(0, (1,), 0), tied))
     for limits, fits_ in (((9.0, 99.0), False), ((10.0, 0.0), True)):
-        found = solve(work, StageDevices((1.0, 1.0), limits, (1, 1)))
+        found = Partitioner().divide(work, StageDevices((1.0, 1.0), limits, (1, 1)))
         assert (found is not None) == fits_

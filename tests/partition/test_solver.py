@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxpipe.passes.partition.solve import SLACK, least_limits, solve
+from fxpipe.passes.partition.solve import SLACK, Partitioner
 from fxpipe.passes.partition.work import StageDevices, Transfer, Work
 from tests.helpers.profiles import DEEP
 from tests.helpers.works import MANY, chain, machines, works
@@ -29,7 +29,7 @@ def test_no_run_of_the_programs_order_is_faster_and_limits_are_kept(
         return
     fitting = [c for c in candidates if fits(work, machine, c)]
     runs = [c for c in fitting if list(c) == sorted(c)]
-    found = solve(work, machine)
+    found = Partitioner().divide(work, machine)
     if found is None:
         assert not runs
         return
@@ -68,7 +68,7 @@ def test_networks_of_blocks_are_divided_over_links_and_within_limits(stages: int
     """No stage is much slower than if all work were divided evenly, and nothing sent."""
     for seed in range(3):
         work, machine = blocks(30, stages, random.Random(seed))
-        found = solve(work, machine)
+        found = Partitioner().divide(work, machine)
         assert found is not None
         assert found.fits(machine)
         assert found.slowest <= 1.2 * work.total / sum(machine.speeds)
@@ -90,7 +90,7 @@ def block_partition(seconds: Sequence[float], stages: int) -> float:
 def test_a_chain_is_cut_as_in_its_best_blocks_but_for_what_measurements_differ_by(
     seconds: list[float], stages: int
 ) -> None:
-    found = solve(chain(seconds), StageDevices.equal(stages))
+    found = Partitioner().divide(chain(seconds), StageDevices.equal(stages))
     assert found is not None
     assert found.slowest <= block_partition(seconds, stages) * (1 + SLACK) * (1 + 1e-9)
 
@@ -106,7 +106,7 @@ def test_of_cuts_as_good_the_one_that_sends_least_is_taken(
 ) -> None:
     work = chain([seconds for seconds, _ in atoms], [size for _, size in atoms])
     machine = StageDevices.equal(stages)
-    found = solve(work, machine)
+    found = Partitioner().divide(work, machine)
     assert found is not None
     cap = block_partition(work.seconds, stages) * (1 + SLACK)
     least = min(
@@ -126,8 +126,8 @@ def test_a_slow_link_is_avoided() -> None:
     """The two stages could be equal; the value there is large, and the link takes longer."""
     work = chain([1.0] * 6, [1, 1, 100, 1, 1])
     link = ((0.0, 0.1), (0.1, 0.0))
-    found = solve(work, StageDevices((1.0, 1.0), per_byte=link))
-    free = solve(work, StageDevices.equal(2))
+    found = Partitioner().divide(work, StageDevices((1.0, 1.0), per_byte=link))
+    free = Partitioner().divide(work, StageDevices.equal(2))
     assert found is not None
     assert free is not None
     assert free.crossing == 100
@@ -137,7 +137,7 @@ def test_a_slow_link_is_avoided() -> None:
 
 def test_memory_limits_move_a_cut() -> None:
     work = Work((1.0,) * 4, (10, 10, 1, 1), (1,) * 4, chain([1.0] * 4).transfers)
-    found = solve(work, StageDevices((1.0, 1.0), (13.0, math.inf), (2, 1)))
+    found = Partitioner().divide(work, StageDevices((1.0, 1.0), (13.0, math.inf), (2, 1)))
     assert found is not None
     assert found.stage_of == (0, 1, 1, 1)
     assert found.loads[0].memory == 12  # its parameters, and two micro-batches
@@ -147,8 +147,8 @@ def test_memory_limits_move_a_cut() -> None:
 def test_the_least_limits_that_would_do_are_found() -> None:
     work = Work((1.0,) * 4, (8, 4, 4, 8), (0,) * 4, chain([1.0] * 4, [0] * 3).transfers)
     machine = StageDevices((1.0, 1.0), (2.0, 2.0), (1, 1))
-    assert solve(work, machine) is None
-    assert max(load.memory for load in least_limits(work, machine).loads) == 12
+    assert Partitioner().divide(work, machine) is None
+    assert max(load.memory for load in Partitioner().nearest(work, machine).loads) == 12
 
 
 ATOMS = 10_000 if DEEP else 2_000
@@ -172,7 +172,7 @@ def wide(atoms: int, kind: str) -> Work:
 @pytest.mark.parametrize("kind", ["chain", "towers", "random"])
 def test_many_atoms_are_divided_evenly(kind: str) -> None:
     work = wide(ATOMS, kind)
-    found = solve(work, StageDevices.equal(8))
+    found = Partitioner().divide(work, StageDevices.equal(8))
     assert found is not None
     assert found.slowest <= 1.02 * work.total / 8
 
@@ -182,7 +182,7 @@ def test_many_atoms_are_divided_within_limits(kind: str) -> None:
     """By even work the first stages, which keep the most micro-batches, would exceed them."""
     work, peaks = wide(ATOMS, kind), tuple(range(8, 0, -1))
     machine = StageDevices((1.0,) * 8, (750.0 * ATOMS,) * 8, peaks)
-    found = solve(work, machine)
+    found = Partitioner().divide(work, machine)
     assert found is not None and found.fits(machine)
     assert found.slowest <= 1.1 * work.total / 8
 
@@ -190,7 +190,7 @@ def test_many_atoms_are_divided_within_limits(kind: str) -> None:
 def test_what_is_reserved_is_left_free() -> None:
     work = Work((1.0,) * 4, (5,) * 4, (0,) * 4, tuple(Transfer(i, (i + 1,), 0) for i in range(3)))
     machine = StageDevices((1.0, 1.0), (13.0, math.inf), (1, 1), reserved=(4, 0))
-    found = solve(work, machine)
+    found = Partitioner().divide(work, machine)
     assert found is not None
     assert found.stage_of == (0, 1, 1, 1)
     assert [load.memory for load in found.loads] == [9, 15]

@@ -12,9 +12,12 @@ functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +29,6 @@ from fxpipe.compiler.leaf_modules.nodes import (
     LeafCall,
     LeafForward,
     Look,
-    with_needs,
 )
 from fxpipe.compiler.leaf_modules.trial import Trial
 from fxpipe.ir.traced import AUTOCAST, DRAWS, Traced
@@ -119,15 +121,9 @@ class _StandIn(torch.autograd.Function):
 class LeafCalls:
     """The calls of leaf modules in one run of a model, and of its loss if that is one."""
 
-    def __init__(
-        self,
-        leaves: Mapping[str, nn.Module],
-        unasked: Collection[str] = (),
-        loss: bool = False,
-    ) -> None:
-        """Take the leaf modules by name; ``unasked`` are those that the user did not name."""
+    def __init__(self, leaves: Mapping[str, nn.Module], loss: bool = False) -> None:
+        """Take the leaf modules by name, and whether the loss is one."""
         self.leaves = dict(leaves)
-        self.unasked = unasked
         self.loss = loss
         self.calls: list[LeafCall] = []
         self.trials: list[Trial] = []
@@ -161,7 +157,7 @@ class LeafCalls:
         self.calls.clear()
         self.trials.clear()
 
-    def _record(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _record(self, name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._inside:  # a leaf inside of a leaf
             return module._call_impl(*args, **kwargs)
         self._inside = True
@@ -178,7 +174,7 @@ class LeafCalls:
         self.trials.append(trial)
         return output
 
-    def _stand_in(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _stand_in(self, name: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         index = next(self._indices, -1)
         call = self.calls[index] if index >= 0 else None
         placed = Nest.of((args, kwargs))
@@ -192,11 +188,11 @@ class LeafCalls:
         own = dict((*module.named_parameters(), *module.named_buffers()))
         state = [own[at] for at in call.state]
         recording = torch.is_grad_enabled()
-        needs = [
+        needs = tuple(
             recording and x.requires_grad and at not in call.written
             for at, x in zip(("",) * len(given) + call.state, (*given, *state), strict=True)
-        ]
-        call = with_needs(call, placed, needs, recording)
+        )
+        call = replace(call, given=placed, needs=needs, recording=recording)
         self.calls[index] = _known[call.number] = call
         results = _StandIn.apply(call.number, len(given), *given, *state)  # type: ignore[no-untyped-call]
         with torch.no_grad():
@@ -266,17 +262,13 @@ def call_leaves(traced: Traced, calls: LeafCalls) -> Traced:
 
 @contextmanager
 def _called_instead(
-    modules: Mapping[str, nn.Module], function: Callable[[str, nn.Module, Any, Any], Any]
+    modules: Mapping[str, nn.Module], function: Callable[..., Any]
 ) -> Iterator[None]:
-    """Inside, ``function(name, module, args, kwargs)`` is called instead of each of these modules
-    and its hooks."""
-    with ExitStack() as undo:
+    """Inside, ``function(name, module, *args, **kwargs)`` is called instead of each of these
+    modules and its hooks."""
+    with ExitStack() as stack:
         for name, module in modules.items():
             # the attribute that nn.Module.compile sets: it replaces hooks and forward
-            undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
-
-            def call(*args: Any, name: str = name, module: Any = module, **kwargs: Any) -> Any:
-                return function(name, module, args, kwargs)
-
-            module._compiled_call_impl = call
+            call = partial(function, name, module)
+            stack.enter_context(patch.object(module, "_compiled_call_impl", call))
         yield

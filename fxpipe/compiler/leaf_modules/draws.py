@@ -9,7 +9,6 @@ and any recomputation.
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
@@ -19,35 +18,26 @@ from fxpipe.random import SEEDED, UNSEEDED, draws, mix, with_defaults
 from fxpipe.torchtools.draws import Draws
 
 
-class _ThreadState(threading.local):
-    seed = 0
-    node = 0
-    drawn = 0
-
-
-_NOW = _ThreadState()
-
-
-def draw_from(seed: torch.Tensor, node: int) -> None:
-    """Set the micro-batch's seed and the node number for the draws of a leaf module."""
-    _NOW.seed, _NOW.node, _NOW.drawn = int(seed.item()), node, 0
-
-
 class SeededDraws(Draws):
-    """A mode in which the seed set by ``draw_from`` determines the random numbers."""
+    """A mode in which the seed of a micro-batch and the number of a node determine the random
+    numbers of a leaf module."""
+
+    def __init__(self, seed: int, node: int) -> None:
+        super().__init__()
+        self.seed, self.node, self.drawn = seed, node, 0
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        number = mix(_NOW.node, _NOW.drawn)
-        _NOW.drawn += 1
+        number = mix(self.node, self.drawn)
+        self.drawn += 1
         if func in SEEDED:
-            seed = torch.tensor(_NOW.seed)
+            seed = torch.tensor(self.seed)
             options = {k: v for k, v in kwargs.items() if k not in UNSEEDED}
             return SEEDED[func](*with_defaults(func, args), seed, number, **options)
         if any(argument.name == "generator" for argument in func._schema.arguments):
             device = args[0].device if args and isinstance(args[0], torch.Tensor) else "cpu"
-            generator = torch.Generator(device).manual_seed(mix(_NOW.seed, number))
+            generator = torch.Generator(device).manual_seed(mix(self.seed, number))
             return func(*with_defaults(func, args), **{**kwargs, "generator": generator})
         if not draws(func, args, kwargs):
             return func(*args, **kwargs)

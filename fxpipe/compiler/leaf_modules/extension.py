@@ -8,7 +8,7 @@ from torch import nn
 
 from fxpipe.compiler.leaf_modules.calls import call_leaves, record_leaves
 from fxpipe.compiler.leaf_modules.fallback import Leaves
-from fxpipe.compiler.leaf_modules.logging_loss import look_at_loss, note_called_loss
+from fxpipe.compiler.leaf_modules.logging_loss import look_at_loss
 from fxpipe.compiler.options import Options
 from fxpipe.errors import InputError, near
 from fxpipe.extend import Extension
@@ -48,7 +48,7 @@ class LeafModules(Extension):
         """The passes for graphs with leaf modules."""
         return {
             "try": [("tell_checkpoints", _LOOK)],
-            "capture": [("", _RECORD), ("capture", _CALL), ("capture", _NOTE)],
+            "capture": [("", _RECORD), ("capture", _CALL)],
         }
 
     def _named(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -83,15 +83,4 @@ _RECORD = Pass(
     when="calls",
 )
 _CALL = Pass(call_leaves, "traced, calls", "traced", when="calls")
-_NOTE = Pass(
-    note_called_loss,
-    "traced, loss_module, output, real_targets, count",
-    "traced",
-    when="called_loss",
-)
-_LOOK = Pass(
-    look_at_loss,
-    "leaves, objective, output, targets",
-    "called_loss",
-    when="given_loss",
-)
+_LOOK = Pass(look_at_loss, "leaves, objective, output, targets", "", when="given_loss")

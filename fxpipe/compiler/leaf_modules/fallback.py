@@ -62,30 +62,10 @@ class Leaves:
         self.called.update((name, named[name]) for name in self.called if name in named)
 
     def take(self, error: TraceError) -> None:
-        """Make a submodule around a line that cannot be traced a leaf module. Raises ``error``, or
-        one that says more, if none can be."""
-        refusal = self.grow(error)
-        if refusal is not None:
-            self.shrink()
-            raise refusal from error.__cause__
-
-    @contextmanager
-    def calls(self) -> Iterator[LeafCalls | None]:
-        """The calls of leaf modules, while the model is traced."""
-        if not (self.called or self.loss):
-            yield None
-            return
-        calls = LeafCalls(self.called, self.unasked, self.loss)
-        try:
-            yield calls
-        finally:
-            calls.forget()
-
-    def grow(self, error: TraceError) -> TraceError | None:
         """Make the smallest submodule around a line that cannot be traced a leaf module, and all
-        submodules of its class, which would fail at the same line. Returns None, or the error to
-        raise if there is no such submodule."""
-        where, around = error.where, list(error.submodules)
+        submodules of its class, which would fail at the same line. If there is none, raises
+        ``error``, or one that says more, and forgets the leaf modules that no graph calls."""
+        where, around, cause = error.where, list(error.submodules), error.__cause__
         if isinstance(error, UnfitLeaf) and error.name in self.unasked:
             where = self.unasked[error.name]
             around = called(self.model, error) or _around(error.name)
@@ -94,18 +74,26 @@ class Leaves:
         named = dict(self.model.named_modules())
         name = next((n for n in reversed(around) if n in named.keys() - self.called.keys()), None)
         if name is None:
-            return error
+            for each in self.unasked.keys() - self._told:
+                del self.unasked[each], self.called[each]
+            raise error from cause
         inside = (self.unasked[n] for n in self.unasked if n.startswith(f"{name}."))
         where = next(inside, where)
         for each in _alike(named, name):
             self.called.setdefault(each, named[each])
             self.unasked.setdefault(each, where)
-        return None
 
-    def shrink(self) -> None:
-        """Forget leaf modules that the user did not ask for and that no graph calls."""
-        for name in self.unasked.keys() - self._told:
-            del self.unasked[name], self.called[name]
+    @contextmanager
+    def calls(self) -> Iterator[LeafCalls | None]:
+        """The calls of leaf modules, while the model is traced."""
+        if not (self.called or self.loss):
+            yield None
+            return
+        calls = LeafCalls(self.called, self.loss)
+        try:
+            yield calls
+        finally:
+            calls.forget()
 
     def take_loss(self, error: TraceError) -> None:
         """Call the loss, which cannot be traced, as it is from now on. Raises ``error`` if it names

@@ -9,7 +9,6 @@ Trial runs of a loss that logs would otherwise leave entries behind that no step
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -22,20 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fxpipe.compiler.python_state.snapshot import (
+    LONG,
+    MISSING,
+    MOST,
+    OUTSIDE,
+    PLAIN,
+    cell_content,
+    top,
+)
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import size_in_bytes
 
-_MOST = 10_000
-"""The most objects that are entered."""
-_LONG = 1000
-"""Of a longer list only the length is kept; a longer dictionary or set is not entered."""
 _BYTES = 1 << 26
 """The most bytes of tensors that are kept."""
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _RUNNING = (threading.Thread, type(threading.Lock()), type(threading.RLock()), Queue, SimpleQueue)
 """What an object has that other threads use, which is left alone."""
-_OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe"))
-_MISSING = object()
 
 
 class _Kept(NamedTuple):
@@ -50,7 +51,7 @@ class Held:
     """What a function reaches: the variables of closures and the globals that its code names, and
     the attributes, entries and tensors, but for parameters, of the objects there. Not entered are
     functions of installed packages, objects of PyTorch and of Python's own modules, and those that
-    other threads use."""
+    other threads use. Of a longer list than ``LONG`` only the length is kept."""
 
     def __init__(self, function: Any, name: str, without: Iterable[object] = ()) -> None:
         """Keep what ``function`` reaches now, ``without`` these objects."""
@@ -58,7 +59,7 @@ class Held:
         self._left = _BYTES
         seen: dict[int, object] = {id(each): each for each in without}
         todo: deque[tuple[str, Any]] = deque([(name, function)])
-        while todo and len(seen) < _MOST:
+        while todo and len(seen) < MOST:
             where, value = todo.popleft()
             if id(value) not in seen:
                 seen[id(value)] = value  # kept alive, so that its id stays its own
@@ -89,10 +90,10 @@ class Held:
                 yield from ((name, each) for each in (value.func, value.args, value.keywords))
             case tuple() | frozenset():
                 yield from ((f"{name}[{i}]", each) for i, each in enumerate(value))
-            case list() if len(value) > _LONG:
+            case list() if len(value) > LONG:
                 long = len(value)
                 self._note(name, lambda: len(value) <= long, lambda: _fill(value, value[:long]))
-            case list() | deque() if len(value) <= _LONG:
+            case list() | deque() if len(value) <= LONG:
                 items = [*value]
                 self._note(
                     name,
@@ -100,10 +101,10 @@ class Held:
                     lambda: _fill(value, items),
                 )
                 yield from ((f"{name}[{i}]", each) for i, each in enumerate(items))
-            case set() if len(value) <= _LONG:
+            case set() if len(value) <= LONG:
                 members = {*value}
                 self._note(name, lambda: bool(value == members), lambda: _fill(value, members))
-            case dict() if len(value) <= _LONG:
+            case dict() if len(value) <= LONG:
                 yield from self._items(f"{_escaped(name)}[{{!r}}]", value, [*value], whole=True)
             case nn.Module() | object(__dict__=dict()) if _is_entered(value):
                 form = f"{_escaped(name)}.{{}}"
@@ -112,7 +113,7 @@ class Held:
     def _function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if (content := _content(cell)) is not _MISSING:
+            if (content := cell_content(cell)) is not MISSING:
                 self._cell(name, cell, content)
                 yield name, content
         yield from ((code.co_name, each) for each in function.__defaults__ or ())
@@ -134,20 +135,20 @@ class Held:
             self._note(name, lambda: held.keys() <= before.keys(), lambda: _drop(held, before))
         for key, value in before.items():
             self._entry(name := form.format(key), held, key, value)
-            if type(value) not in _PLAIN:
+            if type(value) not in PLAIN:
                 yield name, value
 
     def _entry(self, name: str, held: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         self._note(
             name,
-            lambda: _alike(held.get(key, _MISSING), value),
+            lambda: _alike(held.get(key, MISSING), value),
             lambda: held.__setitem__(key, value),
         )
 
     def _cell(self, name: str, cell: Any, content: Any) -> None:
         self._note(
             name,
-            lambda: _alike(_content(cell), content),
+            lambda: _alike(cell_content(cell), content),
             lambda: setattr(cell, "cell_contents", content),
         )
 
@@ -165,14 +166,14 @@ class Held:
 
 def _is_own(file: str, module: object) -> bool:
     """Whether code belongs to the user, and not to an installed package."""
-    return _top(module) not in _OUTSIDE and "-packages" not in file and source.is_users(file)
+    return top(module) not in OUTSIDE and "-packages" not in file and source.is_users(file)
 
 
 def _is_entered(value: Any) -> bool:
     """Whether an object's attributes are kept."""
     if isinstance(value, nn.Module):
-        return _top(type(value).__module__) != "fxpipe"
-    if isinstance(value, type | ModuleType) or _top(type(value).__module__) in _OUTSIDE:
+        return top(type(value).__module__) != "fxpipe"
+    if isinstance(value, type | ModuleType) or top(type(value).__module__) in OUTSIDE:
         return False
     return not any(isinstance(each, _RUNNING) for each in vars(value).values())
 
@@ -185,24 +186,13 @@ def _codes(code: Any) -> Iterator[Any]:
             yield from _codes(constant)
 
 
-def _top(module: object) -> str:
-    return str(module).partition(".")[0]
-
-
 def _escaped(name: str) -> str:
     """The name in a form: with the braces that a key in it has."""
     return name.replace("{", "{{").replace("}", "}}")
 
 
 def _alike(new: Any, old: Any) -> bool:
-    return new is old or (type(old) in _PLAIN and type(new) is type(old) and bool(new == old))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return _MISSING
+    return new is old or (type(old) in PLAIN and type(new) is type(old) and bool(new == old))
 
 
 def _drop(held: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:

@@ -10,30 +10,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.leaf_modules.fallback import Leaves
 from fxpipe.compiler.objective import Objective
-from fxpipe.ir.traced import Traced
-from fxpipe.passes.tracing.loss_graph import note_loss
-from fxpipe.passes.tracing.loss_module import LossModule
+from fxpipe.passes.tracing.loss_graph import READING
 from fxpipe.torchtools import source
 from fxpipe.torchtools.pytrees import taken_apart
-
-_READING = frozenset(
-    (
-        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__),
-        *(Tensor.__repr__, Tensor.__format__, Tensor.__array__),
-    )
-)
-"""Methods that read numbers from a tensor, which the graph does not hold."""
 
 
 class Readings(TorchFunctionMode):
@@ -59,33 +47,13 @@ class Readings(TorchFunctionMode):
         given = pytree.tree_leaves((args, named))
         if not any(id(leaf) in self._made for leaf in given):
             return func(*args, **named)
-        if func in _READING:
-            self.where = self.where or _line()
+        if func in READING and not self.where:
+            frame = sys._getframe(source.users_level() - 1)
+            self.where = source.of_frame(frame, frame.f_lineno)
         result = func(*args, **named)
         made = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
         self._made.update((id(leaf), leaf) for leaf in made)
         return result
-
-
-class Unproxied(TorchFunctionMode):
-    """Inside of ``make_fx``, lets code read numbers from the tensors that it traces."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        with disable_proxy_modes_tracing() if func in _READING else nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-def note_called_loss(
-    traced: Traced, loss_module: LossModule, output: Sequence[Any], real_targets: Any, count: int
-) -> Traced:
-    """As ``note_loss``, for a loss that reads numbers."""
-    return note_loss(traced, loss_module, output, real_targets, count, Unproxied)
 
 
 def look_at_loss(
@@ -93,13 +61,13 @@ def look_at_loss(
     objective: Objective,
     output: Any,
     targets: Sequence[Any],
-) -> bool:
+) -> None:
     """Have a loss called as it is that changes Python objects in every call, or reads numbers from
-    tensors. Returns whether it is called as it is. If it raises, that is found out later."""
+    tensors. If it raises, that is found out later."""
     loss = objective.loss
     assert loss is not None
     if leaves.loss:
-        return True
+        return
     flat, spec = pytree.tree_flatten(output)
 
     def run() -> Readings:
@@ -120,12 +88,11 @@ def look_at_loss(
             run()
             changed = before.changed()
     except Exception:
-        return False
+        return
     if where:
         leaves.call_loss(f"reads numbers from tensors at {where}")
     elif changed:
         leaves.call_loss(f"changes {changed}")
-    return leaves.loss
 
 
 def _copied(leaf: Any) -> Any:
@@ -134,11 +101,3 @@ def _copied(leaf: Any) -> Any:
         return leaf
     copy = leaf.detach().clone()
     return copy.requires_grad_() * 1 if copy.is_floating_point() else copy
-
-
-def _line() -> str:
-    """The innermost line of the user's code that is running."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not source.is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return source.of_frame(frame, frame.f_lineno)

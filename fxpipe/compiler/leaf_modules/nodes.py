@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,9 +18,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from fxpipe.compiler.leaf_modules.draws import SeededDraws, draw_from
+from fxpipe.compiler.leaf_modules.draws import SeededDraws
 from fxpipe.compiler.leaf_modules.nests import Nest
 from fxpipe.errors import InputError, TraceError, told
 from fxpipe.ir.called import Called
@@ -147,14 +148,14 @@ class LeafForward(Called):
                 vars(tensors[name]).update(attributes)
         # modules write their buffers in place, so they get copies, which become the new values
         tensors |= {name: tensors[name].clone() for name in call.written}
-        seeded = nullcontext() if seed is None else SeededDraws()
-        if seed is not None:
-            draw_from(seed, number)
+        seeded = nullcontext() if seed is None else SeededDraws(int(seed.item()), number)
         turn = _turns.setdefault(self.module, RLock())
         with turn, torch.set_grad_enabled(recording), seeded, under(call.casts):
             placed = [*map(uncached, inputs)] if call.casts else inputs
             args, kwargs = call.given.filled(placed)
-            output = torch.func.functional_call(self.module, tensors, args, kwargs)
+            # in a stack, or a submodule that occurs twice would keep these tensors
+            with _reparametrize_module(self.module, tensors, tie_weights=True, stack_weights=True):
+                output = self.module(*args, **kwargs)
             results = self._results(output, {memory(x) for x in sources})
         del output
         written = [tensors[name] for name in call.written]
@@ -284,8 +285,3 @@ def laid_out(x: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy with these strides, which has the same gradient."""
     room = torch.empty_strided(x.shape, tuple(strides), dtype=x.dtype, device=x.device)
     return room.copy_(x)
-
-
-def with_needs(call: LeafCall, given: Nest, needs: Sequence[bool], recording: bool) -> LeafCall:
-    """The call, as it is while its model is captured."""
-    return replace(call, given=given, needs=tuple(needs), recording=recording)

@@ -32,7 +32,8 @@ LONG = 1000
 MOST = 10_000
 """The most values that are entered, besides the tensors, hooks and classes of modules."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Types whose values are compared, and have nothing in them."""
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 _APART = OF_EACH - {*HOOKS}
@@ -42,7 +43,8 @@ _RECORDS = ("types.SimpleNamespace", "argparse.Namespace")
 OUTSIDE = frozenset((*sys.stdlib_module_names, "torch", "fxpipe", "mpmath", "networkx", "sympy"))
 """Packages that are not entered."""
 _HOOKS, _LATE_HOOKS = map(attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks"))
-_MISSING = object()
+MISSING = object()
+"""What stands for a value that is not there."""
 _ANY = object()
 """What any number is as good as."""
 
@@ -96,7 +98,9 @@ class StateSnapshot:
             path = f"model.{at}" if at else "model"
             self._passing.setdefault(path, set()).add(name)
         self.modules = [*options.model.modules()]
-        self.parameters, self.dense = parameters_of(options.model)
+        self.parameters = [*options.model.parameters()]
+        shaped = (each for each in self.parameters if not is_lazy(each))
+        self.dense = [each for each in shaped if each.layout is torch.strided]
         # (a dictionary, its length or None if that does not matter, the items that matter)
         self._dicts: list[tuple[Mapping[Any, Any], int | None, list[tuple[Any, Any]]]] = []
         self._lists: list[tuple[Any, list[Any]]] = []  # (a collection, a copy of it as a list)
@@ -110,7 +114,7 @@ class StateSnapshot:
         self._at("loss", options.loss)
         used: dict[int, tuple[dict[str, Any], None, list[tuple[str, Any]]]] = {}
         for (number, name), module in reads.variables.items():
-            value = module.get(name, _MISSING)
+            value = module.get(name, MISSING)
             path = f"{module.get('__name__')}.{name}"
             seen = self._at(path, value, NumberPlace(module, name))
             used.setdefault(number, (module, None, []))[2].append((name, seen))
@@ -131,7 +135,7 @@ class StateSnapshot:
             if length is not None and len(held) != length:
                 return False
             for name, value in items:
-                new = held.get(name, _MISSING)
+                new = held.get(name, MISSING)
                 if new is not value and _differ(new, value):
                     return False
         for collection, copy in self._lists:
@@ -141,7 +145,7 @@ class StateSnapshot:
                 if new is not value and _differ(new, value):
                     return False
         for cell, value in self._cells:
-            new = _content(cell)
+            new = cell_content(cell)
             if new is not value and _differ(new, value):
                 return False
         return not (any(map(_HOOKS, self.parameters)) or any(map(_LATE_HOOKS, self.parameters)))
@@ -156,7 +160,7 @@ class StateSnapshot:
             if path in self._free:
                 self.values[path] = _ANY
                 return _ANY
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             self.values[path] = type(value), value
             return value
         first = self._first.setdefault(id(value), path)
@@ -183,7 +187,7 @@ class StateSnapshot:
             if len(value) <= LONG:
                 entries = []
                 for key, item in [*value.items()]:
-                    name = f"{path}[{key!r}]" if isinstance(key, _PLAIN) else f"{path}[?]"
+                    name = f"{path}[{key!r}]" if isinstance(key, PLAIN) else f"{path}[?]"
                     entries.append((key, self._at(name, item, NumberPlace(value, key))))
                 self._dicts.append((value, len(value), entries))
         elif isinstance(value, nn.Module):
@@ -242,7 +246,7 @@ class StateSnapshot:
             self._at(f"{path}.__kwdefaults__", function.__kwdefaults__)
             names, cells = function.__code__.co_freevars, function.__closure__ or ()
             for name, cell in zip(names, cells, strict=True):
-                seen = self._at(f"{path}.{name}", _content(cell), NumberPlace(cell, None))
+                seen = self._at(f"{path}.{name}", cell_content(cell), NumberPlace(cell, None))
                 self._cells.append((cell, seen))
 
     def _attributes(self, path: str, held: Mapping[str, Any], but: Collection[str] = ()) -> None:
@@ -274,7 +278,7 @@ def _kind(value: Any) -> Any:
     if isinstance(value, _SEQUENCES) and len(value) <= LONG:
         return type(value), len(value)
     if _is_dict(value) and len(value) <= LONG:  # copied, as another thread may change it
-        keys = [(type(k), k) if isinstance(k, _PLAIN) else Identity(k) for k in list(value)]
+        keys = [(type(k), k) if isinstance(k, PLAIN) else Identity(k) for k in list(value)]
         return type(value), keys
     if isinstance(value, FunctionType):
         return value.__code__, Identity(value.__globals__)
@@ -299,15 +303,15 @@ def _differ(new: Any, old: Any) -> bool:
     """Whether two different objects are not equal plain values of one type."""
     if old is _ANY:
         return not is_number(new)
-    return not (isinstance(old, _PLAIN) and type(new) is type(old) and new == old)
+    return not (isinstance(old, PLAIN) and type(new) is type(old) and new == old)
 
 
-def _content(cell: CellType) -> Any:
-    """The value of a variable of a closure, if it has one."""
+def cell_content(cell: CellType) -> Any:
+    """The value of a variable of a closure, or MISSING if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:
-        return _MISSING
+        return MISSING
 
 
 def top(name: Any) -> str:
@@ -324,10 +328,3 @@ def _is_record(cls: type) -> bool:
     """Whether a class's objects have attributes to visit, such as a model's configuration."""
     users = top(cls.__module__) not in OUTSIDE
     return users or f"{cls.__module__}.{cls.__qualname__}" in _RECORDS
-
-
-def parameters_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """A model's parameters, and those of them that have strides."""
-    parameters: list[Tensor] = [*model.parameters()]
-    kept = (each for each in parameters if not is_lazy(each))
-    return parameters, [each for each in kept if each.layout is torch.strided]

@@ -54,12 +54,6 @@ class SumCopies(Needed):
         assert task.stage is not None
         return Give(task.stage, device) if device in self._copies[task.stage] else None
 
-    def parts(self, task: Task, version: int) -> Iterator[ins.Instruction]:
-        yield from ()
-
-    def rest(self, task: Task) -> bool:
-        return False
-
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         return Add(stage, batch) if self._copies[stage] else None
 

@@ -44,9 +44,6 @@ class SumReplicas(Needed):
             if buckets[task.stage] > 1
         }
 
-    def begin(self, device: int) -> Iterator[ins.Instruction]:
-        yield from ()
-
     def of(self, task: Task, device: int) -> ins.Instruction | None:
         assert task.stage is not None
         return ReduceScatter(task.stage, task.batch)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Gamma, Normal
+from torch.distributions import Categorical, Normal
 
 from fxpipe.random import mix
 from tests.helpers.draws import drawn
@@ -41,7 +41,6 @@ def long() -> Tensor:
         (lambda x: torch.empty_like(x).log_normal_(1.0, 0.5).log(), 1.0, 0.5),
         (lambda x: torch.empty_like(x).geometric_(0.2), 5.0, math.sqrt(0.8) / 0.2),
         (lambda x: torch.poisson(x * 2), 4.0, 2.0),
-        (lambda x: torch._standard_gamma(x * 2), 4.0, 2.0),
     ],
 )
 def test_draws_have_their_mean_and_deviation(
@@ -184,10 +183,9 @@ def test_a_multinomial_follows_its_weights() -> None:
     "sample",
     [
         lambda x: Normal(x, x.exp()).rsample(),
-        lambda x: Gamma(x.exp(), x.exp()).rsample(),
         lambda x: Categorical(logits=x).sample().double() + 0 * x.sum(1),
     ],
-    ids=["normal", "gamma", "categorical"],
+    ids=["normal", "categorical"],
 )
 def test_torchs_distributions_are_drawn_from(sample: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(50, 4)

@@ -24,7 +24,6 @@ from tests.helpers.fronted import (
     front_end,
     run_graph,
     run_plan,
-    seed_like,
     whole,
 )
 from tests.helpers.profiles import some
@@ -74,7 +73,6 @@ OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "multinomial": lambda x: torch.multinomial(x, 2),
     "multinomial of a row": lambda x: torch.multinomial(torch.ones(50), 9, replacement=True),
     "poisson": lambda x: torch.poisson(x * 5),
-    "gamma": lambda x: torch._standard_gamma(x * 5),
 }
 
 operations = pytest.mark.parametrize("function", OPERATIONS.values(), ids=OPERATIONS.keys())
@@ -221,18 +219,6 @@ def test_attention_without_dropout_stays_torchs_own() -> None:
     assert torch.equal(run_graph(Attention(), traced, q)[0], attend(q, q, q, is_causal=True))
 
 
-def test_gradients_flow_through_the_shapes_of_gammas_as_in_torch() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Draws(lambda x: torch._standard_gamma(x.exp())))
-    x = torch.randn(5, 4)
-    traced = front_end(model, x)
-    ran = run_plan(model, traced, differentiated(model, traced, whole(traced), x), x, seed=4)
-    shapes = model[0](x).exp()
-    made = run_graph(model, traced, x, seed=4)[0].detach()
-    shapes.backward(seed_like(made) * torch._standard_gamma_grad(shapes.detach(), made))
-    for name, parameter in model[0].named_parameters():
-        torch.testing.assert_close(ran.gradients[f"0.{name}"], parameter.grad)
-
-
 @torch.library.custom_op(
     "fxpipe_tests::noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
@@ -255,9 +241,15 @@ def test_dropout_between_the_layers_of_one_lstm_takes_the_seed() -> None:
     assert not front_end(model.eval(), x).seeded
 
 
-def test_an_operation_without_a_seeded_form_is_refused_by_name() -> None:
-    with pytest.raises(TraceError, match=r"random operation fxpipe_tests\.noise.*torch\.rand"):
-        front_end(Draws(noise), torch.randn(5, 4))
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(noise, r"fxpipe_tests\.noise"), (torch._standard_gamma, r"aten\._standard_gamma")],
+)
+def test_an_operation_without_a_seeded_form_is_refused_by_name(
+    function: Callable[[Tensor], Tensor], name: str
+) -> None:
+    with pytest.raises(TraceError, match=rf"random operation {name}.*torch\.rand"):
+        front_end(Draws(function), torch.rand(5, 4))
 
 
 def test_a_graph_without_random_operations_is_unchanged() -> None:
