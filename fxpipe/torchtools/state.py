@@ -10,13 +10,14 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
 from torch._subclasses import fake_tensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from fxpipe.errors import TraceError
 from fxpipe.signals import HeldSignals
@@ -51,6 +52,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
                     if tensor.shape != value.shape:
                         tensor.resize_(value.shape)
                     tensor.copy_(value)
+
+
+def reparametrized(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Inside, a module has these parameters and buffers, by the first of their names; after it, its
+    own, and ``tensors`` those that it has assigned. A submodule that occurs twice would keep them
+    after ``torch.func.functional_call``."""
+    inside = _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
+    return cast(AbstractContextManager[None], inside)
 
 
 @contextmanager

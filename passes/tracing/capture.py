@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import FunctionCtx
 from torch.fx import traceback as fx_traceback
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import FxpipeError, told
@@ -33,7 +32,7 @@ from fxpipe.passes.tracing.explain import BackwardError
 from fxpipe.passes.tracing.halves import Halves
 from fxpipe.passes.tracing.loss_module import LossModule, own_loss
 from fxpipe.torchtools.pytrees import taken_apart, together
-from fxpipe.torchtools.state import assigned_in_place, on_fakes
+from fxpipe.torchtools.state import assigned_in_place, on_fakes, reparametrized
 
 
 class UntracedCalls(Protocol):
@@ -204,7 +203,13 @@ class Whole(nn.Module):
         own = {name: getattr(self, at) for at, name in self.state.items()}
         of_loss = {n.removeprefix("loss:"): x for n, x in own.items() if n.startswith("loss:")}
         of_model = {name: x for name, x in own.items() if not name.startswith("loss:")}
-        with _standing(model, of_model), _standing(loss or nn.Module(), of_loss):
+        loss_module = loss or nn.Module()
+        with (
+            reparametrized(model, of_model),
+            reparametrized(loss_module, of_loss),
+            assigned_in_place(model),
+            assigned_in_place(loss_module),
+        ):
             output = taken_apart(model(*args, **kwargs))
             self.outputs, self.spec = pytree.tree_flatten(output)
             found: tuple[Any, ...] = ()
@@ -267,13 +272,3 @@ class Whole(nn.Module):
             fx_traceback.current_meta.pop("nn_module_stack", None)
             for hook in hooks:
                 hook.remove()
-
-
-@contextmanager
-def _standing(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, a module has these parameters and buffers, by the first of their names. A buffer that
-    it assigns anew is written."""
-    # in a stack, or a submodule that occurs twice would keep them
-    standing = _reparametrize_module(module, tensors, tie_weights=True, stack_weights=True)
-    with standing, assigned_in_place(module):
-        yield

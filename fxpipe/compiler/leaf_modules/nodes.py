@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from fxpipe.compiler.leaf_modules.draws import SeededDraws
@@ -28,7 +27,7 @@ from fxpipe.ir.called import Called
 from fxpipe.kernels.graph import same_order
 from fxpipe.torchtools import source as lines
 from fxpipe.torchtools.pytrees import memory
-from fxpipe.torchtools.state import Autocasts, uncached, under
+from fxpipe.torchtools.state import Autocasts, reparametrized, uncached, under
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,7 @@ class LeafForward(Called):
         with turn, torch.set_grad_enabled(recording), seeded, under(call.casts):
             placed = [*map(uncached, inputs)] if call.casts else inputs
             args, kwargs = call.given.filled(placed)
-            # in a stack, or a submodule that occurs twice would keep these tensors
-            with _reparametrize_module(self.module, tensors, tie_weights=True, stack_weights=True):
+            with reparametrized(self.module, tensors):
                 output = self.module(*args, **kwargs)
             results = self._results(output, {memory(x) for x in sources})
         del output

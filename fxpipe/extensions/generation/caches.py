@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from fxpipe.errors import InputError, told
 from fxpipe.extensions.generation.generate import CURE
+from fxpipe.torchtools.state import reparametrized
 
 
 class Caches(nn.Module):
@@ -95,7 +95,8 @@ def states_of(model: Any) -> list[tuple[Tensor, Tensor] | None]:
     token = torch.zeros(1, 1, dtype=torch.long, device="meta")
     try:
         given = {"input_ids": token, "past_key_values": cache, "use_cache": True}
-        functional_call(model, meta, (), given)
+        with reparametrized(model, meta):
+            model(**given)
         for kind in {*map(type, cache.layers)} - {DynamicLayer, DynamicSlidingWindowLayer}:
             raise TypeError(f"there is a {kind.__name__}")
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.extensions.generation import generate as generate_module
+from fxpipe.extensions.generation.caches import states_of
 from fxpipe.extensions.generation.generate import NAME, generate
 from fxpipe.pipeline import Pipeline
 from tests.helpers.ranks import on_ranks
@@ -103,6 +105,15 @@ def test_stages_generate_what_the_model_does_and_training_goes_on() -> None:
         model.eval()
         pipe.step(input_ids=x, labels=x)
         assert not pipe.metrics["compile_seconds"]
+
+
+@pytest.mark.smoke
+def test_a_layer_that_occurs_twice_keeps_its_weights() -> None:
+    model = made("Llama")
+    model.again = model.model.layers[0]
+    before = [*model.parameters()]
+    states_of(model)
+    assert all(map(operator.is_, model.parameters(), before))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
