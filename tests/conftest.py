@@ -34,7 +34,6 @@ import torch
 
 import fxpipe
 from fxpipe import extend
-from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import KINDS
 from fxpipe.runtime import choice
 from tests.helpers.remembered import remembering
@@ -266,7 +265,7 @@ def like_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None
 @pytest.fixture(autouse=True)
 def what_is_defined_stays_in_its_test() -> Iterator[None]:
     """Remove the schedules and kinds of tasks that a test has registered."""
-    with patch.dict(RECIPES), patch.dict(KINDS):
+    with patch.dict(extend._REGISTRY["recipe"]), patch.dict(KINDS):
         yield
 
 

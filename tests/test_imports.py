@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe import extend
+from fxpipe.ir.recipe import RECIPES
 
 ROOT = Path(__file__).parent.parent
 
@@ -180,7 +180,7 @@ def test_imports_go_down_the_layers() -> None:
 
 WRITTEN = {
     *(name for name in SOURCES if layer_of(name) == "schedules"),
-    *(str(extend._REGISTRY["recipe"][name]).partition(":")[0] for name in extend.names("recipe")),
+    *(recipe.tasks.__module__ for recipe in RECIPES.values()),
 }
 """The modules that have schedules."""
 
