@@ -74,6 +74,7 @@ REMEMBERING = (
     "extensions/metrics",
     "extensions/offload",
     "extensions/overlapping",
+    "extensions/own_tasks",
     "extensions/planner",
     "python_state",
     "extensions/ranks",

@@ -129,7 +129,7 @@ def gradients_used_up(window: Window) -> Iterator[Fault]:
             kind = window.kinds[letter]
             if letter == "U":
                 update = spot
-            elif update and "gradients" in (*kind.reads, *kind.writes):
+            elif update and "gradients" in kind.reads:
                 where = f"{window.text(*update[:2])}, position {update.position}"
                 yield window.fault(
                     spot, f"it needs gradients that {where}, has used up", "move it before that"

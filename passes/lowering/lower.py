@@ -12,7 +12,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BESIDE, BUILT_IN, Task
+from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
 from fxpipe.ir.value import HOST
 from fxpipe.parts import Parts
 from fxpipe.torchtools.state import without_collection
@@ -117,7 +117,7 @@ class Lower:
             yield from instructions.parts(task)
             instruction = instructions.of(task, position)
             updates = isinstance(instruction, ins.Update)
-            if flush and (updates or (behind and isinstance(instruction, ins.Run))):
+            if flush and (updates or (behind and task.kind not in BUILT_IN)):
                 behind.append(instruction)
             else:
                 yield instruction
@@ -252,11 +252,12 @@ class _Instructions:
         kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
         assert stage is not None
         version = batch - self._delays[stage]
-        if kind not in BUILT_IN:
+        if make := KINDS[kind].make:
             update = self._updates.get(stage)
             if update is not None and update < (-batch, position):
                 version = batch + 1
-            return ins.Run(kind, stage, i, version, batch)
+            made: ins.Instruction = make(stage, i, version, batch)
+            return made
         if kind == "C":
             return _clipping("clip", stage, batch)
         if kind in BESIDE:

@@ -129,16 +129,16 @@ def _other_instructions(
         case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)
             yield "change version", replace(instruction, writes=instruction.writes - 1)
-        case ins.Compute() | ins.Run():
-            if instruction.microbatch is not None:
-                for i in range(-1, program.microbatches + 1):
-                    if i != instruction.microbatch:
-                        yield "change micro-batch", replace(instruction, microbatch=i)
-            yield "change version", replace(instruction, version=instruction.version + 1)
-            yield "change version", replace(instruction, version=instruction.version - 1)
         case ins.Move():
             yield from _other_moves(program, instruction)
             return
+        case _ if "version" in instruction.counted:
+            reads: Any = instruction
+            if (own := getattr(reads, "microbatch", None)) is not None:
+                for i in {*range(-1, program.microbatches + 1)} - {own}:
+                    yield "change micro-batch", replace(reads, microbatch=i)
+            yield "change version", replace(reads, version=reads.version + 1)
+            yield "change version", replace(reads, version=reads.version - 1)
     if (mine := getattr(instruction, "copy", None)) is not None:
         for copy in set(range(program.devices)) - {mine}:
             yield "change copy", replace(instruction, copy=copy)  # type: ignore[type-var]

@@ -7,6 +7,7 @@ computed: equal numbers mean the same operations on the same inputs.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -102,7 +103,9 @@ class _Run(Devices):
                 self.model.update(stage, self.step + batch, reads, writes)
                 if "gather_weights" in self.program.opcodes:
                     self.apart.add((stage, writes))
-            case ins.Run(kind, stage, i, version, batch):
+            case ins.Instruction(opcode="run" | "run_each", batch=batch, stage=stage):
+                own: Any = instruction
+                kind, i, version = own.kind, getattr(own, "microbatch", None), own.version
                 version = max(self.step + version, 0)
                 self._check(device, stage, version)
                 self._whole(stage, version)

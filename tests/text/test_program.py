@@ -35,7 +35,6 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "backward": (ins.Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
     "input_grad": (ins.InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
     "weight_grad": (ins.WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
-    "run": (ins.Run("N", 1, batch=-1), "run N s1' v0"),
     "free": (ins.Free(own_buffer("saved", 1, 2)), "free saved:1[2]"),
     "barrier": (ins.Barrier(), "barrier"),
     "pause": (ins.Pause(), "pause"),
@@ -125,7 +124,6 @@ INSTRUCTIONS = st.one_of(
         st.builds(made, SMALL, SMALL, VERSIONS, BATCHES, st.booleans())
         for made in (ins.Backward, ins.WeightGrad)
     ),
-    st.builds(ins.Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
     *(
         st.builds(made, SMALL, BATCHES)
         for word in ("norm", "clip")

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+import fxpipe
 from fxpipe.errors import VerificationError
 from fxpipe.ir.instruction import every_opcode
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, define_task
+from fxpipe.ir.task import KINDS
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower
@@ -200,9 +201,9 @@ def expected_of(case: Case, program: Program, steps: int) -> Model:
 def own_tasks() -> Iterator[None]:
     """N looks at the gradients of a batch, L at the weights behind its update."""
     norm = {"reads": ("gradients",), "follows": "BW", "cost": 1.0}
-    define_task("N", "norm", run=lambda context: None, **norm)  # type: ignore[arg-type]
+    fxpipe.define_task("N", "norm", run=lambda context: None, **norm)  # type: ignore[arg-type]
     look = {"reads": ("parameters",), "follows": "U", "cost": 1.0}
-    define_task("L", "look", run=lambda context: None, **look)  # type: ignore[arg-type]
+    fxpipe.define_task("L", "look", run=lambda context: None, **look)  # type: ignore[arg-type]
     yield
     del KINDS["N"], KINDS["L"]
 

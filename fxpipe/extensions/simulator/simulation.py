@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from fxpipe.extensions.simulator.memory import Memory
 
 
-_READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
-
-
 class Steady(NamedTuple):
     """What steps take in the long run.
 
@@ -469,9 +466,8 @@ def _peak_versions(program: Program) -> tuple[int, ...]:
     newest, and the older ones that something reads after its update."""
     most = [1] * program.stages
     for list_ in program.lists:
-        last_read = {
-            (x.stage, x.version): at for at, x in enumerate(list_) if isinstance(x, _READERS)
-        }
+        readers = [(at, x) for at, x in enumerate(list_) if "version" in x.counted]
+        last_read = {(x.stage, getattr(x, "version", 0)): at for at, x in readers}
         existing: dict[int, list[int]] = {}
         for at, x in enumerate(list_):
             if isinstance(x, ins.Update):
