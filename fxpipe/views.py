@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fxpipe.extensions.hub.pipe import load_hub, save_hub
     from fxpipe.extensions.initial_values.initial import reset_parameters
     from fxpipe.extensions.overlapping.delays import schedule_versions
+    from fxpipe.extensions.simulator.kept import schedule_kept as count_kept
     from fxpipe.extensions.simulator.pipe import profile_pipe, simulate_pipe
     from fxpipe.extensions.simulator.simulate import simulate, simulate_schedule
 
@@ -77,6 +78,9 @@ schedule_draw = View("Schedule.draw", f"{_HERE}.draw.schedule:draw_schedule", la
 
 schedule_grid_of = View("Schedule.grid", f"{_HERE}.draw.grid:schedule_grid", lambda: schedule_grid)
 """``schedule.grid()`` is the same as text."""
+
+schedule_kept = View("Schedule.kept", f"{_HERE}.simulator.kept:schedule_kept", lambda: count_kept)
+"""``schedule.kept()`` counts the micro-batches that wait for their backwards."""
 
 schedule_simulate = View(
     "Schedule.simulate", f"{_HERE}.simulator:simulate_schedule", lambda: simulate_schedule

@@ -79,12 +79,7 @@ TABLES = ("fxpipe", "fxpipe.parts", "fxpipe.views")
 REACH_UP = {
     "fxpipe.ir.plan": {"__str__", "text", "verify"},
     "fxpipe.ir.program": {"__str__", "parse", "verify", "window"},
-    "fxpipe.ir.schedule": {
-        "__str__",
-        "parse",
-        "kept",
-        "verify",
-    },
+    "fxpipe.ir.schedule": {"__str__", "parse", "verify"},
     "fxpipe.ir.traced": {"__str__", "text"},
 }
 """Module → its methods that may import from any layer when they are called."""

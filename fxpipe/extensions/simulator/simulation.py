@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fxpipe import views
 from fxpipe.errors import InputError
 from fxpipe.extensions.exchange import Exchange
+from fxpipe.extensions.simulator.kept import KeptCounts, kept_of
 from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import beside
@@ -25,7 +26,6 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.verify.alone import window_of
-from fxpipe.verify.schedule import KeptCounts, kept_of
 
 if TYPE_CHECKING:
     from fxpipe.extensions.simulator.costs import Costs
