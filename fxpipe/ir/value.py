@@ -133,9 +133,6 @@ OWN = ("saved", "deferred", "state")
 BETWEEN = ("in", "act", "skip", "out", "grad", "norm")
 """The kinds of buffers that go from one stage to another; all others are of one stage."""
 
-CROSSING = ("act", "skip", "grad")
-"""The kinds of buffers that hold one value on its way between stages."""
-
 COPIED = ("weights", "sums")
 """The kinds of buffers that go between a stage's own device and its copies."""
 
