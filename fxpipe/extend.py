@@ -78,6 +78,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "norm": f"{_HERE}.clipping.opcodes:Norm",
         "clip": f"{_HERE}.clipping.opcodes:Clip",
         "partial_backward": f"{_HERE}.replicas.opcodes:PartialBackward",
+        "rest_backward": f"{_HERE}.replicas.opcodes:RestOfBackward",
+        "rest_weight_grad": f"{_HERE}.replicas.opcodes:RestOfWeightGrad",
         "reduce_scatter": f"{_HERE}.replicas.opcodes:ReduceScatter",
         "all_gather": f"{_HERE}.replicas.opcodes:AllGather",
         "gather_weights": f"{_HERE}.replicas.opcodes:GatherWeights",

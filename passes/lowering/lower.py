@@ -191,8 +191,9 @@ class Sums(Protocol):
         """Yield what comes right before a backward that reads a version of the weights."""
         ...
 
-    def rest(self, task: Task) -> bool:
-        """Whether ``parts`` runs a part of a backward, so that only the rest of it is left."""
+    def rest(self, task: Task, whole: ins.Compute) -> ins.Compute:
+        """What runs the rest of a backward, given what runs the whole, where ``parts`` has run a
+        part."""
         ...
 
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
@@ -252,11 +253,11 @@ class _Instructions:
         kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
         assert stage is not None
         version = batch - self._delays[stage]
-        if make := KINDS[kind].make:
+        if own := KINDS[kind].make:
             update = self._updates.get(stage)
             if update is not None and update < (-batch, position):
                 version = batch + 1
-            made: ins.Instruction = make(stage, i, version, batch)
+            made: ins.Instruction = own(stage, i, version, batch)
             return made
         if kind == "C":
             return _clipping("clip", stage, batch)
@@ -267,10 +268,10 @@ class _Instructions:
         if kind == "F":
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self._trains and not again, again)
-        if kind == "B":
-            return ins.Backward(stage, i, version, batch, self._rest(task))
-        if kind == "W":
-            return ins.WeightGrad(stage, i, version, batch, self._rest(task))
+        if kind in "BW":
+            make = ins.Backward if kind == "B" else ins.WeightGrad
+            whole = make(stage, i, version, batch)
+            return whole if self._sums is None else self._sums.rest(task, whole)
         if kind == "I":
             return ins.InputGrad(stage, i, version, batch, (i, stage) in self._frozen)
         return ins.Recompute(stage, i, version, batch)
@@ -284,9 +285,6 @@ class _Instructions:
         if self._sums is not None:
             version = task.batch - self._delays[task.stage]
             yield from self._sums.parts(task, version)
-
-    def _rest(self, task: Task) -> bool:
-        return self._sums is not None and self._sums.rest(task)
 
     def before(self, device: int, position: int) -> Iterator[ins.Instruction]:
         """Yield what a position waits for: sums, with their norms if stages clip."""

@@ -57,8 +57,8 @@ class SumCopies(Needed):
     def parts(self, task: Task, version: int) -> Iterator[ins.Instruction]:
         yield from ()
 
-    def rest(self, task: Task) -> bool:
-        return False
+    def rest(self, task: Task, whole: ins.Compute) -> ins.Compute:
+        return whole
 
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         return Add(stage, batch) if self._copies[stage] else None

@@ -55,7 +55,7 @@ def test_buckets_begin_to_be_summed_before_the_backward_ahead_of_the_reduce_is_t
     own, other = [[*map(print_instruction, row)] for row in program.lists]
     assert own[3:8] == [
         "partial_backward B s0[1] v0 bucket 0",
-        "backward s0[1] v0 rest",
+        "rest_backward s0[1] v0",
         "reduce_scatter s0",
         "all_gather s0",
         "barrier",
@@ -63,7 +63,7 @@ def test_buckets_begin_to_be_summed_before_the_backward_ahead_of_the_reduce_is_t
     assert other[5:9] == [
         "partial_backward W s1[1] v0 bucket 0",
         "partial_backward W s1[1] v0 bucket 1",
-        "weight_grad s1[1] v0 rest",
+        "rest_weight_grad s1[1] v0",
         "reduce_scatter s1",
     ]
     assert "bucket" not in str(Lower(plan, replicas=1)(schedule))
