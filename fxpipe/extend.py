@@ -232,15 +232,15 @@ def find(door: Door, name: str, what: str = "") -> Any:
 
 class Part(Generic[_R]):
     """What an extension has for the core, or for another extension, under a name: in the body of
-    ``Parts``, ``table = Part("package.module:function", …)``.
+    ``Parts``, ``table = Part("extension.module:function", …)``.
 
     Args:
-        target: what it is, as the door takes it.
+        target: what it is: a module in ``fxpipe/extensions``, and its attribute.
         of: returns it; never called, but type checkers read its type.
     """
 
     def __init__(self, target: str, of: Callable[[], _R]) -> None:
-        self._target, self._name = target, ""
+        self._target, self._name = f"{_HERE}.{target}", ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -279,7 +279,7 @@ class View(Generic[_S, _P, _R]):
 
     Args:
         name: the class and the method.
-        target: the function, as the door takes it.
+        target: the function, or a module in ``fxpipe/extensions`` and its attribute.
         of: returns it; never called, but type checkers read its arguments.
     """
 
@@ -290,7 +290,7 @@ class View(Generic[_S, _P, _R]):
         of: Callable[[], Callable[Concatenate[_S, _P], _R]] | None = None,
     ) -> None:
         self._name = name
-        register("view", name, target)
+        register("view", name, f"{_HERE}.{target}" if isinstance(target, str) else target)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Callable[Concatenate[_S, _P], _R]: ...
