@@ -115,14 +115,12 @@ class Recipe:
         each = "some, as [0], pairs of a micro-batch and a stage, as [(1, 0)]"
         frozen = self._given("frozen", counts, partial(_frozen, microbatches), "stages", each)
         placement, copies = tuple(at[0] for at in places), tuple(at[1:] for at in places)
-        extra = _parameters(self.tasks)[3:]
         rows: list[tuple[Task, ...]] = []
         paired: set[Task] = set()
         for device in range(devices):
             held = [stage for stage, at in enumerate(places) if device in at]
             offered = {"stages": tuple(held), "placement": placement, "edges": edges}
-            keywords = {name: offered[name] for name in extra if name in offered}
-            tasks = self._tasks(device, devices, microbatches, keywords)
+            tasks = self._tasks(device, devices, microbatches, offered)
             row: list[Task] = []
             for task, second in self._row(device, microbatches, held, tasks):
                 if task.kind in "BW" and (task.microbatch, task.stage) in frozen:
@@ -234,10 +232,13 @@ class Recipe:
                 )
 
     def _tasks(
-        self, device: int, devices: int, microbatches: int, keywords: dict[str, Any]
+        self, device: int, devices: int, microbatches: int, offered: Mapping[str, Any]
     ) -> Iterator[Task | Pair]:
-        """Run the author's function; an error in it is raised as an InputError that names it."""
+        """Run the author's function, with what it asks for of what is offered; an error in it is
+        raised as an InputError that names it."""
         try:
+            asked = [*inspect.signature(self.tasks).parameters][3:]
+            keywords = {name: offered[name] for name in asked if name in offered}
             yield from self.tasks(device, devices, microbatches, **keywords)
         except InputError:
             raise
@@ -277,14 +278,6 @@ def _frozen(microbatches: int, given: Any) -> frozenset[tuple[int, int]]:
     every = ((i, each) for each in given for i in range(microbatches))
     pairs = (each if isinstance(each, tuple) else (i, each) for i, each in every)
     return frozenset((index(i), index(stage)) for i, stage in pairs)
-
-
-def _parameters(function: Callable[..., object]) -> list[str]:
-    """The names of a function's parameters; none where Python cannot tell them."""
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 class Recipes(Mapping[str, Recipe]):
