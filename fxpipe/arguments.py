@@ -23,7 +23,7 @@ from fxpipe.passes.partition.measure import GivenCosts
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 
-ScheduleLike = str | Schedule | Recipe | LateSchedule | Callable[..., Any]
+ScheduleLike = str | Schedule | Recipe | Callable[..., Any]
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
@@ -57,10 +57,10 @@ def with_near_names(function: Callable[_Params, _Result]) -> Callable[_Params, _
 def read_late(schedule: ScheduleLike) -> LateSchedule | None:
     """Return what chooses the schedule at the first step, or None if it is given. Raises InputError
     if its extension is not there."""
-    if isinstance(schedule, str) and schedule in names("schedule"):
-        made = find("schedule", schedule, f"schedule={schedule!r}")
-        return cast(LateSchedule, made())
-    return schedule if isinstance(schedule, LateSchedule) else None
+    if not isinstance(schedule, str) or schedule not in names("schedule"):
+        return None
+    late: LateSchedule = find("schedule", schedule, f"schedule={schedule!r}")
+    return late
 
 
 def given_schedule(

@@ -180,7 +180,7 @@ def compile(
         make: Callable[[Options, ThreadChoice], Compiler] = Compiler
         late = arguments.read_late(schedule)
         if late is not None:
-            schedule, make = late.start()
+            schedule, make = late()
         recipe, microbatches = arguments.given_schedule(schedule, len(places), microbatches)
         if recipe.copies(len(places)):
             Parts.check_copies.find(f"schedule {recipe.name!r}")(recipe, torch_devices[0])

@@ -53,8 +53,8 @@ Door = Literal[
   arguments, and returns an ``Extension``.
 - instruction: an opcode of programs, whose class derives from ``ins.Move``, ``ins.Compute`` or
   ``ins.OncePerStep`` of ``fxpipe.ir.instruction``.
-- schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step; what
-  it means is called without arguments, and returns a ``LateSchedule``.
+- schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step: a
+  ``LateSchedule``.
 - recipe: the name of a schedule of the library, and its ``Recipe``.
 - view: a method of a class of the core, such as ``Schedule.draw``.
 - part: what the core, or another extension, asks for where an option or a method needs it, such as
@@ -124,8 +124,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "watch": f"{_HERE}.watch.watch:Watched",
     },
     "schedule": {
-        "auto": f"{_HERE}.planner.auto:Auto",
-        "auto-2bw": f"{_HERE}.planner.auto:AutoTwoBW",
+        "auto": f"{_HERE}.planner.auto:auto_schedule",
+        "auto-2bw": f"{_HERE}.planner.auto:auto_two_bw",
     },
     "recipe": {
         "1f1b-async": f"{_HERE}.overlapping.one_f_one_b_async:one_f_one_b_async",
@@ -151,6 +151,10 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
 Kernels = Callable[["Sequence[Kernel]", "Plan", "Schedule", "Program"], "Sequence[Kernel]"]
 """The kernels of a plan's stages, with the plan, the schedule and the program that runs them → the
 kernels that run in their place."""
+
+LateSchedule = Callable[[], "tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]"]
+"""Is called for each pipe, and gives the recipe for whatever is compiled before the first step, and
+what makes the compiler, which decides when it sees a batch."""
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 _S = TypeVar("_S")
@@ -323,16 +327,6 @@ def view(cls: type, name: str) -> Callable[[_T], _T]:
         return function
 
     return put
-
-
-class LateSchedule:
-    """What ``compile(..., schedule=)`` takes for a schedule that is chosen at the first step. One
-    object may serve several pipes."""
-
-    def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
-        """For a new pipe: the recipe for whatever is compiled before the first step, and a function
-        that makes the compiler, which decides when it sees a batch."""
-        raise NotImplementedError
 
 
 class Extension:
