@@ -26,6 +26,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, product
 from math import inf
 from pathlib import Path
@@ -43,7 +44,8 @@ from benchmarks.machine import describe
 from benchmarks.models.resnet import ResNet
 from benchmarks.models.unet import UNet
 from benchmarks.report import Figure, Grid, Report, timed
-from fxpipe.extensions.planner.auto import Auto
+from fxpipe.extend import _REGISTRY
+from fxpipe.extensions.planner.auto import auto_schedule
 from fxpipe.extensions.planner.bounds import Modes
 from fxpipe.extensions.planner.candidates import Candidate, library_over
 from fxpipe.extensions.planner.stages import FAMILIES, with_modes
@@ -158,7 +160,7 @@ class Bench:
         """Raises FxpipeError if the limit cannot be kept with stages that are placed as the
         family's."""
         self._case, self._limit = CASES[name], limit
-        with patch.object(Auto, "families", (family,)):
+        with patch.dict(_REGISTRY["schedule"], auto=partial(auto_schedule, families=(family,))):
             self.pipe, _ = prepared(name, limit, schedule="auto")
         self._compiler: Any = self.pipe._compiler
         if self.pipe.schedule.placement != find_recipe(family).place(len(DEVICES)):

@@ -34,7 +34,7 @@ from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe, one_each, round_robin, schedule, vee
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import A, B, C, D, F, G, I, O, P, Pair, R, Task, TaskContext, U, W, define_task
+from fxpipe.ir.task import A, B, C, D, F, G, I, O, P, Pair, R, Task, U, W
 
 if TYPE_CHECKING:
     from fxpipe.compiler.leaf_modules.extension import LeafModules
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from fxpipe.extensions.list_schedules.listed import list_schedule
     from fxpipe.extensions.loss_weight.weight import LossWeight
     from fxpipe.extensions.offload.add_offload import Offload
+    from fxpipe.extensions.own_tasks.define import define_task
+    from fxpipe.extensions.own_tasks.opcodes import TaskContext
     from fxpipe.extensions.paper.cluster import Cluster
     from fxpipe.extensions.paper.device import Device
     from fxpipe.extensions.paper.plan import plan

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from typing import Any, ParamSpec, TypeVar, cast, get_args
 
 import torch
@@ -24,7 +23,7 @@ from fxpipe.passes.partition.measure import GivenCosts
 from fxpipe.passes.schedule import Recompute, RecomputeLike
 from fxpipe.runtime.batch import BatchDims
 
-ScheduleLike = str | Schedule | Recipe | LateSchedule | Callable[..., Any]
+ScheduleLike = str | Schedule | Recipe | Callable[..., Any]
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 
@@ -58,10 +57,10 @@ def with_near_names(function: Callable[_Params, _Result]) -> Callable[_Params, _
 def read_late(schedule: ScheduleLike) -> LateSchedule | None:
     """Return what chooses the schedule at the first step, or None if it is given. Raises InputError
     if its extension is not there."""
-    if isinstance(schedule, str) and schedule in names("schedule"):
-        made = find("schedule", schedule, f"schedule={schedule!r}")
-        return cast(LateSchedule, made())
-    return schedule if isinstance(schedule, LateSchedule) else None
+    if not isinstance(schedule, str) or schedule not in names("schedule"):
+        return None
+    late: LateSchedule = find("schedule", schedule, f"schedule={schedule!r}")
+    return late
 
 
 def given_schedule(
@@ -237,10 +236,6 @@ def with_automatic(extensions: Sequence[Extension]) -> tuple[Extension, ...]:
     return (*others, *(given or [LeafModules()]))
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
 def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
     """Return the modes of stages that an option is given, such as ``recompute``. Raises InputError
     if a mode or a stage is unknown, or there are not as many modes as stages."""
@@ -261,25 +256,6 @@ def read_modes(option: str, given: Any, stages: int) -> RecomputeLike:
         if mode not in known:
             raise InputError(f"there is no mode {mode!r} of {option}: {near(str(mode), known)}")
     return cast(RecomputeLike, given)
-
-
-def check_clipping(clip_norm: Any, scaler: Any, optimizer: Any) -> None:
-    """Raise InputError if the limit is no positive number, the scaler is no GradScaler, or there
-    is no optimizer."""
-    if clip_norm is None and scaler is None:
-        return
-    if clip_norm is not None and not (_is_positive(clip_norm) and clip_norm < inf):
-        raise InputError(f"clip_norm is {clip_norm!r}; give a number above 0, such as 1.0")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise InputError(
-            f'scaler is {scaler!r}; give a gradient scaler, such as torch.amp.GradScaler("cpu")'
-        )
-    if optimizer is None:
-        word = "scaler" if clip_norm is None else "clip_norm"
-        raise InputError(
-            f"{word} is given and no optimizer, whose update it is for; give optimizer=, or leave "
-            f"{word} out and treat .grad yourself"
-        )
 
 
 def check_model(model: Any, place: torch.device) -> None:

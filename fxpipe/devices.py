@@ -42,14 +42,14 @@ def read_devices(devices: int | Sequence[str | Place]) -> list[Place]:
         if not 1 <= devices <= _MOST:
             raise InputError(f"devices is {devices}; give at least 1, and at most {_MOST}")
         found = available()
-        if found is None or not found.streams:
+        if found is None or found == "mps":  # MPS is one device with one stream
             return [torch.device("cpu")] * devices
         if devices > (count := torch.accelerator.device_count()):
             raise InputError(
-                f"devices is {devices} and there are {count} {found.kind.upper()} devices; "
+                f"devices is {devices} and there are {count} {found.upper()} devices; "
                 "name them one by one, as one device may be listed several times"
             )
-        devices = [f"{found.kind}:{index}" for index in range(devices)]
+        devices = [f"{found}:{index}" for index in range(devices)]
     if isinstance(devices, str):
         raise InputError(f"devices is the string {devices!r}; give a list, such as [{devices!r}]")
     if not devices:
@@ -80,8 +80,8 @@ def _place(name: str | Place) -> Place:
     if device.type == "cpu":
         return device
     found = available()
-    if found is None or found.kind != device.type:
-        known = "CPU" if found is None else f"CPU or {found.kind.upper()}"
+    if found is None or found != device.type:
+        known = "CPU" if found is None else f"CPU or {found.upper()}"
         raise InputError(
             f'stages cannot run on {device} here; name {known} devices, such as ["cpu", "cpu"]'
         )
@@ -89,7 +89,7 @@ def _place(name: str | Place) -> Place:
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:
         raise InputError(
-            f"there is no {device}; the {found.kind.upper()} devices are {found.kind}:0 to "
-            f"{found.kind}:{count - 1}"
+            f"there is no {device}; the {found.upper()} devices are {found}:0 to "
+            f"{found}:{count - 1}"
         )
-    return torch.device(found.kind, index)
+    return torch.device(found, index)

@@ -180,11 +180,13 @@ def compile(
         make: Callable[[Options, ThreadChoice], Compiler] = Compiler
         late = arguments.read_late(schedule)
         if late is not None:
-            schedule, make = late.start()
+            schedule, make = late()
         recipe, microbatches = arguments.given_schedule(schedule, len(places), microbatches)
         if recipe.copies(len(places)):
             Parts.check_copies.find(f"schedule {recipe.name!r}")(recipe, torch_devices[0])
-        arguments.check_clipping(clip_norm, scaler, optimizer)
+        if clip_norm is not None or scaler is not None:
+            clipping = Parts.check_clipping.find("compile(..., clip_norm=, scaler=)")
+            clipping(clip_norm, scaler, optimizer)
         arguments.check_slices(recipe, given)
         options = Options(
             model=model,

@@ -53,8 +53,8 @@ Door = Literal[
   arguments, and returns an ``Extension``.
 - instruction: an opcode of programs, whose class derives from ``ins.Move``, ``ins.Compute`` or
   ``ins.OncePerStep`` of ``fxpipe.ir.instruction``.
-- schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step; what
-  it means is called without arguments, and returns a ``LateSchedule``.
+- schedule: a name for ``compile(..., schedule=)`` whose schedule is chosen at the first step: a
+  ``LateSchedule``.
 - recipe: the name of a schedule of the library, and its ``Recipe``.
 - view: a method of a class of the core, such as ``Schedule.draw``.
 - part: what the core, or another extension, asks for where an option or a method needs it, such as
@@ -78,6 +78,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "norm": f"{_HERE}.clipping.opcodes:Norm",
         "clip": f"{_HERE}.clipping.opcodes:Clip",
         "partial_backward": f"{_HERE}.replicas.opcodes:PartialBackward",
+        "rest_backward": f"{_HERE}.replicas.opcodes:RestOfBackward",
+        "rest_weight_grad": f"{_HERE}.replicas.opcodes:RestOfWeightGrad",
         "reduce_scatter": f"{_HERE}.replicas.opcodes:ReduceScatter",
         "all_gather": f"{_HERE}.replicas.opcodes:AllGather",
         "gather_weights": f"{_HERE}.replicas.opcodes:GatherWeights",
@@ -90,6 +92,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "share_norms": f"{_HERE}.sharding.opcodes:ShareNorms",
         "update_shards": f"{_HERE}.sharding.opcodes:UpdateShards",
         "column_norm": f"{_HERE}.tensor_parallel.norms:ColumnNorm",
+        "run": f"{_HERE}.own_tasks.opcodes:Run",
+        "run_each": f"{_HERE}.own_tasks.opcodes:RunEach",
         "share": f"{_HERE}.copies.opcodes:Share",
         "give": f"{_HERE}.copies.opcodes:Give",
         "add": f"{_HERE}.copies.opcodes:Add",
@@ -107,10 +111,12 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "Offload": f"{_HERE}.offload.add_offload:Offload",
         "Replicas": f"{_HERE}.replicas.extension:Replicas",
         "Sizes": f"{_HERE}.simulator:Sizes",
+        "TaskContext": f"{_HERE}.own_tasks.opcodes:TaskContext",
         "Sharding": f"{_HERE}.sharding.extension:Sharding",
         "Slices": f"{_HERE}.slices.extension:Slices",
         "Time": f"{_HERE}.simulator:Time",
         "compare": f"{_HERE}.comparison.comparison:compare",
+        "define_task": f"{_HERE}.own_tasks.define:define_task",
         "list_schedule": f"{_HERE}.list_schedules.listed:list_schedule",
         "plan": f"{_HERE}.paper.plan:plan",
         "rejoin": f"{_HERE}.ranks.rejoin:rejoin",
@@ -118,8 +124,8 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
         "watch": f"{_HERE}.watch.watch:Watched",
     },
     "schedule": {
-        "auto": f"{_HERE}.planner.auto:Auto",
-        "auto-2bw": f"{_HERE}.planner.auto:AutoTwoBW",
+        "auto": f"{_HERE}.planner.auto:auto_schedule",
+        "auto-2bw": f"{_HERE}.planner.auto:auto_two_bw",
     },
     "recipe": {
         "1f1b-async": f"{_HERE}.overlapping.one_f_one_b_async:one_f_one_b_async",
@@ -145,6 +151,10 @@ _REGISTRY: dict[Door, dict[str, str | Callable[..., Any]]] = {
 Kernels = Callable[["Sequence[Kernel]", "Plan", "Schedule", "Program"], "Sequence[Kernel]"]
 """The kernels of a plan's stages, with the plan, the schedule and the program that runs them → the
 kernels that run in their place."""
+
+LateSchedule = Callable[[], "tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]"]
+"""Is called for each pipe, and gives the recipe for whatever is compiled before the first step, and
+what makes the compiler, which decides when it sees a batch."""
 
 _T = TypeVar("_T", bound=Callable[..., Any])
 _S = TypeVar("_S")
@@ -226,15 +236,15 @@ def find(door: Door, name: str, what: str = "") -> Any:
 
 class Part(Generic[_R]):
     """What an extension has for the core, or for another extension, under a name: in the body of
-    ``Parts``, ``table = Part("package.module:function", …)``.
+    ``Parts``, ``table = Part("extension.module:function", …)``.
 
     Args:
-        target: what it is, as the door takes it.
+        target: what it is: a module in ``fxpipe/extensions``, and its attribute.
         of: returns it; never called, but type checkers read its type.
     """
 
     def __init__(self, target: str, of: Callable[[], _R]) -> None:
-        self._target, self._name = target, ""
+        self._target, self._name = f"{_HERE}.{target}", ""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -273,7 +283,7 @@ class View(Generic[_S, _P, _R]):
 
     Args:
         name: the class and the method.
-        target: the function, as the door takes it.
+        target: the function, or a module in ``fxpipe/extensions`` and its attribute.
         of: returns it; never called, but type checkers read its arguments.
     """
 
@@ -284,7 +294,7 @@ class View(Generic[_S, _P, _R]):
         of: Callable[[], Callable[Concatenate[_S, _P], _R]] | None = None,
     ) -> None:
         self._name = name
-        register("view", name, target)
+        register("view", name, f"{_HERE}.{target}" if isinstance(target, str) else target)
 
     @overload
     def __get__(self, instance: None, owner: type) -> Callable[Concatenate[_S, _P], _R]: ...
@@ -317,16 +327,6 @@ def view(cls: type, name: str) -> Callable[[_T], _T]:
         return function
 
     return put
-
-
-class LateSchedule:
-    """What ``compile(..., schedule=)`` takes for a schedule that is chosen at the first step. One
-    object may serve several pipes."""
-
-    def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
-        """For a new pipe: the recipe for whatever is compiled before the first step, and a function
-        that makes the compiler, which decides when it sees a batch."""
-        raise NotImplementedError
 
 
 class Extension:

@@ -42,10 +42,11 @@ __all__ = [
     "zb_v",
 ]
 
-_LATE = {
+_NAMES = {
     name.replace("-", "_").replace("1f1b", "one_f_one_b").replace("2bw", "two_bw"): name
-    for name in RECIPES.late
+    for name in RECIPES.known
 }
+_LATE = {word: name for word, name in _NAMES.items() if word not in __all__}
 """What this module calls the recipes of extensions → their names."""
 __all__ += list(_LATE)
 

@@ -34,7 +34,6 @@ import torch
 
 import fxpipe
 from fxpipe import extend
-from fxpipe.ir.recipe import RECIPES
 from fxpipe.ir.task import KINDS
 from fxpipe.runtime import choice
 from tests.helpers.remembered import remembering
@@ -75,6 +74,7 @@ REMEMBERING = (
     "extensions/metrics",
     "extensions/offload",
     "extensions/overlapping",
+    "extensions/own_tasks",
     "extensions/planner",
     "python_state",
     "extensions/ranks",
@@ -266,7 +266,7 @@ def like_models_are_traced_once(request: pytest.FixtureRequest) -> Iterator[None
 @pytest.fixture(autouse=True)
 def what_is_defined_stays_in_its_test() -> Iterator[None]:
     """Remove the schedules and kinds of tasks that a test has registered."""
-    with patch.dict(RECIPES), patch.dict(KINDS):
+    with patch.dict(extend._REGISTRY["recipe"]), patch.dict(KINDS):
         yield
 
 

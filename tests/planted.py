@@ -50,8 +50,8 @@ HALVES = "fxpipe/passes/differentiate/part_backward.py"
 LOWERING = {
     "every task reads the newest weights": Fault(
         LOWER,
-        "        version = batch - self._delays[stage]\n        if kind not in BUILT_IN:",
-        "        version = batch\n        if kind not in BUILT_IN:",
+        "        version = batch - self._delays[stage]\n        if own := KINDS[kind].make:",
+        "        version = batch\n        if own := KINDS[kind].make:",
         "tests/passes/lowering/test_lower.py",
     ),
     "updates wait for no other device": Fault(

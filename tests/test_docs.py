@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpipe import errors, schedules
+from fxpipe import errors, extend, schedules
 from fxpipe.compiler.passes import LISTS
 from fxpipe.ir.instruction import every_opcode
 from fxpipe.ir.recipe import RECIPES
@@ -33,15 +33,16 @@ ROW = re.compile(r"^\| `(\w+)` \| (.*?) \|(.*)$", re.MULTILINE)
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     """A page begins with the library's schedules; what it defines is gone after it."""
-    before = dict(RECIPES)
+    registered = extend._REGISTRY["recipe"]
+    before = dict(registered)
     library = {recipe.name for recipe in schedules.library()}
-    for name in before.keys() - library:
-        del RECIPES[name]
+    for name in {*RECIPES} - library:
+        del registered[name]
     yield
     for letter in KINDS.keys() - BUILT_IN:
         del KINDS[letter]
-    RECIPES.clear()
-    RECIPES.update(before)
+    registered.clear()
+    registered.update(before)
 
 
 def rows(text: str, begin: str) -> dict[str, tuple[str, str]]:

@@ -39,7 +39,7 @@ def _needed(schedule: Schedule, updates: bool) -> Mapping[tuple[int, int], list[
                 kind = KINDS[later.kind]
                 same = later.stage == task.stage
                 waits = same and later.kind == "U" and updates and schedule.overlaps
-                reads = same and "gradients" in (*kind.reads, *kind.writes)
+                reads = same and "gradients" in kind.reads
                 if waits or reads or later.kind == "C":
                     position, batch = there, later.batch
                     break

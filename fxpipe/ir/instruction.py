@@ -20,7 +20,6 @@ from fxpipe.ir.opcodes.moves import Pop as Pop
 from fxpipe.ir.opcodes.moves import Receive as Receive
 from fxpipe.ir.opcodes.moves import Send as Send
 from fxpipe.ir.opcodes.moves import Stash as Stash
-from fxpipe.ir.opcodes.own_task import Run as Run
 from fxpipe.ir.opcodes.update import Barrier as Barrier
 from fxpipe.ir.opcodes.update import Pause as Pause
 from fxpipe.ir.opcodes.update import Update as Update
@@ -35,7 +34,7 @@ OPCODES: dict[str, type[Instruction]] = {
     made.opcode: made
     for made in (
         *(Load, Output, Send, Receive, Stash, Pop),
-        *(Forward, Recompute, Backward, InputGrad, WeightGrad, Run),
+        *(Forward, Recompute, Backward, InputGrad, WeightGrad),
         *(Free, Barrier, Pause, Update),
     )
 }

@@ -8,15 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fxpipe.ir.value import HOST, batch_mark
+from fxpipe.ir.value import batch_mark
 
 COMPUTE = "compute"
 """The stream on which a device computes; all its memory belongs to it."""
-
-
-def arrivals(source: int) -> str:
-    """The stream on which values from a device arrive, such as ``in0``; ``in`` for the caller."""
-    return "in" if source == HOST else f"in{source}"
 
 
 class Event(NamedTuple):

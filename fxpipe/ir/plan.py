@@ -13,7 +13,7 @@ from torch import fx
 from fxpipe import views
 from fxpipe.formatting import plural, shown
 from fxpipe.ir.called import calls_in
-from fxpipe.ir.value import HOST, Edge
+from fxpipe.ir.value import HOST, Connected, Edge
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -187,7 +187,7 @@ def compared(holder: Any) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Connected):
     """The whole model as stages and edges.
 
     Attributes:
@@ -203,22 +203,6 @@ class Plan:
     edges: tuple[Edge, ...]
     gradients: tuple[Edge, ...] = ()
     specs: dict[str, ValueSpec] = field(default_factory=dict, compare=False)
-
-    def edges_into(self, stage: int) -> tuple[Edge, ...]:
-        """The edges that a stage reads, in the order of ``edges``."""
-        return tuple(edge for edge in self.edges if edge.target == stage)
-
-    def edges_from(self, stage: int) -> tuple[Edge, ...]:
-        """The edges that a stage writes, in the order of ``edges``."""
-        return tuple(edge for edge in self.edges if edge.source == stage)
-
-    def gradients_into(self, stage: int) -> tuple[Edge, ...]:
-        """The edges that a stage's backward reads, in the order of ``gradients``."""
-        return tuple(edge for edge in self.gradients if edge.target == stage)
-
-    def gradients_from(self, stage: int) -> tuple[Edge, ...]:
-        """The edges that a stage's backward writes, in the order of ``gradients``."""
-        return tuple(edge for edge in self.gradients if edge.source == stage)
 
     @property
     def stage_edges(self) -> Edges | None:

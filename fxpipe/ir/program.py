@@ -15,10 +15,21 @@ from fxpipe.formatting import plural, shown
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.launch import Launch
 from fxpipe.ir.schedule import ordered_copies
-from fxpipe.ir.value import COPIED, HOST, Buffer, BufferKind, Edge, Operands, own_buffer
+from fxpipe.ir.value import (
+    COPIED,
+    HOST,
+    Buffer,
+    BufferKind,
+    Connected,
+    Edge,
+    Operands,
+    by_value,
+    gradient_groups,
+    own_buffer,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 Turn = tuple[int, int]
@@ -26,7 +37,7 @@ Turn = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Program:
+class Program(Connected):
     """The instruction lists of all devices for one step.
 
     Attributes:
@@ -77,26 +88,6 @@ class Program:
         return max((-x.batch for x in self._instructions), default=0)
 
     @cached_property
-    def edges_into(self) -> tuple[tuple[Edge, ...], ...]:
-        """Stage → the edges that its forward reads, in the order of ``edges``."""
-        return self._grouped(self.edges, [edge.target for edge in self.edges])
-
-    @cached_property
-    def edges_from(self) -> tuple[tuple[Edge, ...], ...]:
-        """Stage → the edges that its forward writes, in the order of ``edges``."""
-        return self._grouped(self.edges, [edge.source for edge in self.edges])
-
-    @cached_property
-    def gradients_into(self) -> tuple[tuple[Edge, ...], ...]:
-        """Stage → the edges that its backward reads, in the order of ``gradients``."""
-        return self._grouped(self.gradients, [edge.target for edge in self.gradients])
-
-    @cached_property
-    def gradients_from(self) -> tuple[tuple[Edge, ...], ...]:
-        """Stage → the edges that its backward writes, in the order of ``gradients``."""
-        return self._grouped(self.gradients, [edge.source for edge in self.gradients])
-
-    @cached_property
     def operands(self) -> Mapping[tuple[int, int, int], Operands]:
         """Stage, micro-batch and batch → the buffers of its computations, if it has any."""
         computes = (x for x in self._instructions if isinstance(x, ins.Compute))
@@ -110,9 +101,18 @@ class Program:
 
     def operands_at(self, stage: int, i: int, b: int) -> Operands:
         """The buffers of a micro-batch of a stage."""
-        into, away = self.edges_into[stage], self.edges_from[stage]
-        back, returned = self.gradients_into[stage], self.gradients_from[stage]
-        return Operands.of(self.kept(stage, i, b), into, away, back, returned)
+
+        def each(edges: Iterable[Edge]) -> tuple[Buffer, ...]:
+            return tuple([edge.buffer(i, b) for edge in edges])
+
+        return Operands(
+            each(self.edges_into(stage)),
+            tuple(map(each, by_value(self.edges_from(stage)))),
+            own_buffer("saved", stage, i, b),
+            self.kept(stage, i, b),
+            tuple(map(each, gradient_groups(self.gradients_into(stage)))),
+            tuple(map(each, by_value(self.gradients_from(stage)))),
+        )
 
     @cached_property
     def turns(self) -> tuple[Turn, ...]:
@@ -163,13 +163,6 @@ class Program:
         """The buffer that a stage's backward uses up: saved for it, or brought back."""
         kind, forward = self.away.get((stage, i), ("saved", None))
         return own_buffer("saved" if forward and forward.again else kind, stage, i, batch)
-
-    def _grouped(self, edges: Sequence[Edge], ends: list[int]) -> tuple[tuple[Edge, ...], ...]:
-        groups: list[list[Edge]] = [[] for _ in range(self.stages)]
-        for edge, stage in zip(edges, ends, strict=True):
-            if stage != HOST:
-                groups[stage].append(edge)
-        return tuple(map(tuple, groups))
 
     def copies_of(self, stage: int) -> tuple[int, ...]:
         """The further devices that compute micro-batches of a stage."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections import UserDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from numbers import Integral
 from operator import index
 from typing import Any
 
 from fxpipe import views
 from fxpipe.errors import InputError, near, told
-from fxpipe.extend import find, names, there
+from fxpipe.extend import find, names, register, there
 from fxpipe.ir.schedule import Delay, Edges, Schedule, ordered_copies
 from fxpipe.ir.task import Pair, Task, is_task
 from fxpipe.torchtools.state import without_collection
@@ -54,14 +52,7 @@ def round_robin(chunks: int) -> Placement:
     if not isinstance(chunks, int) or chunks < 1:
         raise InputError(f"chunks is {chunks!r}; a device holds at least 1 stage")
 
-    def placement(devices: int) -> tuple[int, ...]:
-        if devices * chunks > _MOST:
-            raise InputError(
-                f"chunks is {chunks} for {devices} devices; there may be at most {_MOST} stages"
-            )
-        return tuple(range(devices)) * chunks
-
-    return placement
+    return lambda devices: tuple(range(devices)) * chunks
 
 
 def vee(devices: int) -> tuple[int, ...]:
@@ -117,11 +108,6 @@ class Recipe:
                 f"at most {_MOST} forwards"
             )
         places = self._places(devices)
-        if len(places) * microbatches > _MOST:
-            raise InputError(
-                f"there are {len(places)} stages and microbatches is {microbatches}; a schedule is "
-                f"made for at most {_MOST} forwards"
-            )
         counts = devices, microbatches
         each = "one, such as 1, a tuple with one for each stage"
         delay = self._given("delay", counts, _delay, "whole number", each)
@@ -129,14 +115,12 @@ class Recipe:
         each = "some, as [0], pairs of a micro-batch and a stage, as [(1, 0)]"
         frozen = self._given("frozen", counts, partial(_frozen, microbatches), "stages", each)
         placement, copies = tuple(at[0] for at in places), tuple(at[1:] for at in places)
-        extra = _parameters(self.tasks)[3:]
         rows: list[tuple[Task, ...]] = []
         paired: set[Task] = set()
         for device in range(devices):
             held = [stage for stage, at in enumerate(places) if device in at]
             offered = {"stages": tuple(held), "placement": placement, "edges": edges}
-            keywords = {name: offered[name] for name in extra if name in offered}
-            tasks = self._tasks(device, devices, microbatches, keywords)
+            tasks = self._tasks(device, devices, microbatches, offered)
             row: list[Task] = []
             for task, second in self._row(device, microbatches, held, tasks):
                 if task.kind in "BW" and (task.microbatch, task.stage) in frozen:
@@ -184,18 +168,10 @@ class Recipe:
     def _places(self, devices: int) -> list[tuple[int, ...]]:
         """Stage → its own device, and those of its copies."""
         try:
-            places = list(islice(self.placement(devices), _MOST + 1))
-            if len(places) > _MOST:
-                raise InputError(
-                    f"schedule {self.name!r}: its placement gives more than {_MOST} stages for "
-                    f"{devices} devices; let it end"
-                )
             return [
                 (index(at[0]), *map(index, at[1:])) if isinstance(at, tuple) else (index(at),)
-                for at in places
+                for at in self.placement(devices)
             ]
-        except InputError:
-            raise
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its placement is {self.placement!r}, which gives no "
@@ -256,10 +232,13 @@ class Recipe:
                 )
 
     def _tasks(
-        self, device: int, devices: int, microbatches: int, keywords: dict[str, Any]
+        self, device: int, devices: int, microbatches: int, offered: Mapping[str, Any]
     ) -> Iterator[Task | Pair]:
-        """Run the author's function; an error in it is raised as an InputError that names it."""
+        """Run the author's function, with what it asks for of what is offered; an error in it is
+        raised as an InputError that names it."""
         try:
+            asked = [*inspect.signature(self.tasks).parameters][3:]
+            keywords = {name: offered[name] for name in asked if name in offered}
             yield from self.tasks(device, devices, microbatches, **keywords)
         except InputError:
             raise
@@ -301,60 +280,44 @@ def _frozen(microbatches: int, given: Any) -> frozenset[tuple[int, int]]:
     return frozenset((index(i), index(stage)) for i, stage in pairs)
 
 
-def _parameters(function: Callable[..., object]) -> list[str]:
-    """The names of a function's parameters; none where Python cannot tell them."""
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
+class Recipes(Mapping[str, Recipe]):
+    """Every registered recipe by name, but for those of extensions that are not there; each is
+    imported when it is first asked for. ``fxpipe.schedules`` registers the library's own."""
 
-
-class Recipes(UserDict[str, Recipe]):
-    """Recipes by name. Those of extensions are imported when they are first asked for."""
-
-    def __missing__(self, name: str) -> Recipe:
-        try:
-            recipe: Recipe = find("recipe", name)
-        except InputError as error:
-            raise KeyError(name) from error
-        self.data[name] = recipe
+    def __getitem__(self, name: str) -> Recipe:
+        if not there("recipe", name):
+            raise KeyError(name)
+        recipe: Recipe = find("recipe", name)
         return recipe
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.data or (isinstance(name, str) and there("recipe", name))
-
     def __iter__(self) -> Iterator[str]:
-        late = (name for name in self.late if there("recipe", name))
-        return iter(dict.fromkeys((*self.data, *late)))
+        return (name for name in names("recipe") if there("recipe", name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     @property
-    def late(self) -> tuple[str, ...]:
-        """The names of those of extensions, whether these are there or not."""
+    def known(self) -> tuple[str, ...]:
+        """The names of all, whether their extensions are there or not."""
         return names("recipe")
 
-    def clear(self) -> None:
-        self.data.clear()
 
-    def enter(self, recipe: Recipe) -> Recipe:
-        """Register a recipe under its name, in place of an earlier one, and return it. Raises
-        InputError if that is the library's, unless this one is, too."""
-        name = recipe.name
-        if not _ours(recipe) and name in self and _ours(self[name]):
-            raise InputError(f"{name!r} is a schedule of the library; give yours another name")
-        self.data[name] = recipe
-        return recipe
+RECIPES = Recipes()
+
+
+def enter(recipe: Recipe) -> Recipe:
+    """Register a recipe under its name, in place of an earlier one, and return it. Raises
+    InputError if that is the library's, unless this one is, too."""
+    name = recipe.name
+    if not _ours(recipe) and name in RECIPES and _ours(RECIPES[name]):
+        raise InputError(f"{name!r} is a schedule of the library; give yours another name")
+    register("recipe", name, recipe)
+    return recipe
 
 
 def _ours(recipe: Recipe) -> bool:
     """Whether a recipe is the library's own."""
     return str(getattr(recipe.tasks, "__module__", "")).startswith("fxpipe.")
-
-
-RECIPES = Recipes()
-"""Every registered recipe by name; ``fxpipe.schedules`` fills in the library's own."""
 
 
 def schedule(
@@ -389,17 +352,12 @@ def schedule(
             '@fxpipe.schedule("mine") above the generator'
         )
 
-    def register(tasks: Rows) -> Recipe:
-        return RECIPES.enter(Recipe(name, tasks, delay, placement, slices=slices, edges=edges))
-
-    return register
+    return lambda tasks: enter(Recipe(name, tasks, delay, placement, slices=slices, edges=edges))
 
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name. Raises InputError, with similar names, if there is none."""
-    recipe = RECIPES.get(name)
-    if recipe is None:
-        if name in RECIPES.late:
-            find("recipe", name, f"schedule {name!r}")  # raises, and names the extension
+    if name not in RECIPES.known:
         raise InputError(f"there is no schedule {name!r:.99}: {near(name, RECIPES)}")
+    recipe: Recipe = find("recipe", name, f"schedule {name!r}")
     return recipe

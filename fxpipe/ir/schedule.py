@@ -17,8 +17,6 @@ from fxpipe.ir.task import WITHOUT_GRADIENTS, Task
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from fxpipe.verify.schedule import KeptCounts
-
 
 Edges = tuple[tuple[int, int], ...]
 """Pairs of stages; the first feeds the second."""
@@ -230,11 +228,9 @@ class Schedule:
     """The weight versions that each stage keeps, how stale they are, and the smallest delay:
     ``fxpipe.extensions.overlapping.delays.schedule_versions``."""
 
-    def kept(self) -> KeptCounts:
-        """The most micro-batches that stages and devices keep between forward and backward."""
-        from fxpipe.verify.schedule import schedule_kept
-
-        return schedule_kept(self)
+    kept = views.schedule_kept
+    """The most micro-batches that stages and devices keep between forward and backward:
+    ``fxpipe.extensions.simulator.kept.schedule_kept``."""
 
     simulate = views.schedule_simulate
     draw = views.schedule_draw

@@ -1,52 +1,20 @@
 """Tasks: the pieces of compute that a schedule orders, and the kinds of them.
 
-The set of kinds is open: ``define_task`` adds a user's own.
+The set of kinds is open: an extension adds a user's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
-from fxpipe.errors import InputError
 from fxpipe.ir.value import batch_mark
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Key = tuple[str, int | None, int]
 """Kind, micro-batch and stage: one task of every batch. An A on a copy of a stage has the copy's
 device for a micro-batch."""
-
-READABLE = ("gradients", "parameters")
-"""What a task of a user's own may read of its stage."""
-
-WRITABLE = ("gradients",)
-"""What a task of a user's own may change in place; what it changes it can also read."""
-
-
-@dataclass(frozen=True)
-class TaskContext:
-    """The argument of ``run`` of a task of a user's own.
-
-    Tensors that its kind reads but does not write are copies, and changing one is an error.
-    Gradients are changed in place: replacing a tensor by another is an error, too.
-
-    Attributes:
-        stage: the task's stage.
-        microbatch: its micro-batch, or None for a task once a step.
-        parameters: name in the model → the stage's parameter, if the kind reads them.
-        gradients: name in the model → the sum of its gradient so far in this batch, if the kind
-            reads or writes them; parameters without a gradient are left out. With ``scaler=`` they
-            are scaled until the stage clips.
-    """
-
-    stage: int
-    microbatch: int | None
-    parameters: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +35,8 @@ class TaskKind:
         cost: the time that it takes where nothing is measured; a forward takes 1.
         repeats: whether a stage may have several of it in a step.
         lacking: where every stage must have one, what to do about a stage that has none.
-        reads: for a user's own kind, which of READABLE it reads.
-        writes: for a user's own kind, which of WRITABLE it changes.
-        run: for a user's own kind, the function that it runs.
+        reads: which of "gradients" and "parameters" of its stage a user's own kind reads or writes.
+        make: for a user's own kind, its stage, micro-batch, version and batch → its instruction.
     """
 
     letter: str
@@ -83,8 +50,7 @@ class TaskKind:
     repeats: bool = False
     lacking: str = "add it"
     reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    run: Callable[[TaskContext], None] | None = None
+    make: Callable[[int, int | None, int, int], Any] | None = None
 
 
 KINDS: dict[str, TaskKind] = {
@@ -254,67 +220,3 @@ def C(stage: int | None = None, *, batch: int = 0) -> Task:
 def U(stage: int | None = None, *, batch: int = 0) -> Task:
     """Update a stage's parameters from the gradients of the batch."""
     return Task("U", None, stage, batch)
-
-
-def define_task(
-    letter: str,
-    name: str,
-    *,
-    run: Callable[[TaskContext], None],
-    cost: float | None = None,
-    per_microbatch: bool = False,
-    follows: str = "",
-    reads: tuple[str, ...] = (),
-    writes: tuple[str, ...] = (),
-) -> Callable[..., Task]:
-    """Define a kind of task of your own, and return the function that makes its tasks.
-
-    Args:
-        letter: a capital letter that no built-in kind has; defining yours again replaces it.
-        name: its name in messages, pictures and traces.
-        run: the function that it runs on its device.
-        cost: the time that it takes where nothing is measured; a forward takes 1.
-        per_microbatch: True for a task for each micro-batch, False for one a step and stage.
-        follows: letters of the tasks of the same stage that come before it.
-        reads: what ``run`` reads: "gradients", "parameters" or both.
-        writes: "gradients" if ``run`` changes them in place.
-
-    Returns:
-        For a task once a step, ``task(stage=None, *, batch=0)``; for one of a micro-batch,
-        ``task(microbatch, stage=None, *, batch=0)``.
-
-    Raises:
-        InputError: the letter is taken or invalid, the cost is missing or negative, or ``follows``,
-            ``reads`` or ``writes`` name something unknown.
-    """
-    what = f"task {name!r}"
-    if not isinstance(letter, str) or len(letter) != 1 or not ("A" <= letter <= "Z"):
-        raise InputError(f"{what}: its letter is {letter!r}; give one capital letter, A to Z")
-    if letter in BUILT_IN:
-        raise InputError(f"{what}: {letter!r} is the letter of {KINDS[letter].name}; take another")
-    if not isinstance(name, str):
-        raise InputError(f"{what}: give its name as a text")
-    if cost is None:
-        raise InputError(f"{what} has no cost; give cost=, in the unit in which a forward takes 1")
-    if not isinstance(cost, Real) or not 0 <= cost < float("inf"):
-        raise InputError(f"{what}: its cost is {cost!r}; give a time of at least 0")
-    if not callable(run):
-        raise InputError(f"{what}: run is {run!r}; give a function of a TaskContext")
-    if not isinstance(follows, str):
-        raise InputError(f"{what}: follows is {follows!r}; give letters of tasks, such as 'BW'")
-    for word, given, known in (
-        ("follows", follows, tuple(KINDS)),
-        ("reads", reads, READABLE),
-        ("writes", writes, WRITABLE),
-    ):
-        if word != "follows" and not isinstance(given, tuple | list):
-            raise InputError(f"{what}: {word} is {given!r}; give a tuple, such as ('gradients',)")
-        for item in given:
-            if item not in known:
-                raise InputError(f"{what}: {word} names {item!r}; name some of {', '.join(known)}")
-    KINDS[letter] = TaskKind(
-        letter, name, per_microbatch, follows, cost=cost, reads=reads, writes=writes, run=run
-    )
-    if per_microbatch:
-        return lambda microbatch, stage=None, *, batch=0: Task(letter, microbatch, stage, batch)
-    return lambda stage=None, *, batch=0: Task(letter, None, stage, batch)

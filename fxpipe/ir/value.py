@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 HOST = -1
@@ -70,19 +71,57 @@ def outputs_of(edges: Iterable[Edge]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(edge.value for edge in edges))
 
 
+def by_value(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
+    """For each value among some edges, its edges, in order."""
+    groups: dict[str, list[Edge]] = {}
+    for edge in edges:
+        groups.setdefault(edge.value, []).append(edge)
+    return tuple(map(tuple, groups.values()))
+
+
 def gradient_groups(edges: Iterable[Edge]) -> tuple[tuple[Edge, ...], ...]:
     """For each value among the edges of gradients into a stage, its edges in the order in which
     the parts are added.
 
     The caller's first, then from the last stage on: autograd's own order on an uncut graph.
     """
-    groups: dict[str, list[Edge]] = {}
-    for edge in edges:
-        groups.setdefault(edge.value, []).append(edge)
-    return tuple(
-        tuple(sorted(group, key=lambda edge: (edge.source != HOST, -edge.source)))
-        for group in groups.values()
-    )
+
+    def order(edge: Edge) -> tuple[bool, int]:
+        return edge.source != HOST, -edge.source
+
+    return tuple(tuple(sorted(group, key=order)) for group in by_value(edges))
+
+
+class Connected:
+    """What has edges between stages: a Plan or a Program."""
+
+    edges: tuple[Edge, ...]
+    gradients: tuple[Edge, ...]
+
+    def edges_into(self, stage: int) -> tuple[Edge, ...]:
+        """The edges that a stage's forward reads, in the order of ``edges``."""
+        return self._at.get(("edges into", stage), ())
+
+    def edges_from(self, stage: int) -> tuple[Edge, ...]:
+        """The edges that a stage's forward writes, in the order of ``edges``."""
+        return self._at.get(("edges from", stage), ())
+
+    def gradients_into(self, stage: int) -> tuple[Edge, ...]:
+        """The edges that a stage's backward reads, in the order of ``gradients``."""
+        return self._at.get(("gradients into", stage), ())
+
+    def gradients_from(self, stage: int) -> tuple[Edge, ...]:
+        """The edges that a stage's backward writes, in the order of ``gradients``."""
+        return self._at.get(("gradients from", stage), ())
+
+    @cached_property
+    def _at(self) -> Mapping[tuple[str, int], tuple[Edge, ...]]:
+        found: dict[tuple[str, int], list[Edge]] = {}
+        for kind, edges in ("edges", self.edges), ("gradients", self.gradients):
+            for edge in edges:
+                found.setdefault((f"{kind} into", edge.target), []).append(edge)
+                found.setdefault((f"{kind} from", edge.source), []).append(edge)
+        return {end: tuple(edges) for end, edges in found.items()}
 
 
 BufferKind = str
@@ -93,9 +132,6 @@ OWN = ("saved", "deferred", "state")
 
 BETWEEN = ("in", "act", "skip", "out", "grad", "norm")
 """The kinds of buffers that go from one stage to another; all others are of one stage."""
-
-CROSSING = ("act", "skip", "grad")
-"""The kinds of buffers that hold one value on its way between stages."""
 
 COPIED = ("weights", "sums")
 """The kinds of buffers that go between a stage's own device and its copies."""
@@ -172,29 +208,3 @@ class Operands(NamedTuple):
     kept: Buffer
     gradients: tuple[tuple[Buffer, ...], ...]
     returned: tuple[tuple[Buffer, ...], ...]
-
-    @staticmethod
-    def of(
-        kept: Buffer,
-        into: Sequence[Edge],
-        away: Sequence[Edge],
-        back: Sequence[Edge],
-        returned: Sequence[Edge],
-    ) -> Operands:
-        """Name them, given the edges that the stage's forward reads and writes, and those that its
-        backward reads and writes."""
-        stage, i, batch = kept.source, kept.microbatch, kept.batch
-        return Operands(
-            tuple([edge.buffer(i, batch) for edge in into]),
-            _by_value(away, i, batch),
-            own_buffer("saved", stage, i, batch),
-            kept,
-            tuple([tuple([e.buffer(i, batch) for e in edges]) for edges in gradient_groups(back)]),
-            _by_value(returned, i, batch),
-        )
-
-
-def _by_value(edges: Sequence[Edge], i: int, batch: int) -> tuple[tuple[Buffer, ...], ...]:
-    """For each value the buffers of its edges."""
-    by_value = [[e for e in edges if e.value == value] for value in outputs_of(edges)]
-    return tuple([tuple([e.buffer(i, batch) for e in group]) for group in by_value])

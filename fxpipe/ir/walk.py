@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from fxpipe.errors import Fault, InputError
 from fxpipe.ir import instruction as ins
@@ -28,9 +28,6 @@ A position that waits for itself waits for ever.
 
 Waits = Sequence[Sequence[Wait]]
 """Row → its waits, by position."""
-
-_CONNECTED = frozenset(get_args(ins.Send | ins.Receive | ins.Stash | ins.Pop | ins.Meeting))
-"""The instructions that others wait for, or that wait for others."""
 
 
 class Place(NamedTuple):
@@ -143,13 +140,11 @@ def waits_of(program: Program) -> list[list[Wait]]:
     }
     for device, instructions in enumerate(lists):
         for position, x in enumerate(instructions):
-            if type(x) not in _CONNECTED:
-                continue
             if isinstance(x, ins.Send):
                 sent.setdefault(x.buffer, Place(device, position))
             elif isinstance(x, ins.Receive):
                 arrivals.append((device, position, x.buffer))
-            else:
+            elif isinstance(x, ins.Meeting):
                 met[type(x)][device].append(position)
     for device, position, buffer in arrivals:
         if buffer in sent:

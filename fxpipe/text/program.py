@@ -188,15 +188,14 @@ _OWN_BUFFER = Form("{stage}[{microbatch}{batch:batch}]", "saved:0[0]")
 _EVENT = Form("e{number}{batch:batch}", "wait=e3")
 
 
-def _form(kind: type[ins.Instruction], form: tuple[str, str]) -> Form:
+def _form(kind: type[ins.Instruction]) -> Form:
     """The form of an instruction's operands, unless they are a buffer."""
-    key = kind.opcode, form
-    if key not in _FORMS:
-        _FORMS[key] = Form(*form, **kind.flags)
-    return _FORMS[key]
+    if kind not in _FORMS:
+        _FORMS[kind] = Form(*kind.form, **kind.flags)
+    return _FORMS[kind]
 
 
-_FORMS: dict[object, Form] = {}
+_FORMS: dict[type, Form] = {}
 
 
 _WIDTH = 12
@@ -207,7 +206,7 @@ def print_instruction(instruction: ins.Instruction) -> str:
     """Print an instruction for messages: ``forward s1[2] v0 keep``."""
     if isinstance(instruction, ins.Move):
         return f"{instruction.opcode} {instruction.buffer}"
-    operands = _form(type(instruction), instruction.text_form()).text(instruction)
+    operands = _form(type(instruction)).text(instruction)
     return f"{instruction.opcode} {operands}".rstrip()
 
 
@@ -230,8 +229,7 @@ def _instruction(line: Line) -> tuple[ins.Instruction, Launch]:
     if issubclass(kind, ins.Move):
         values["buffer"] = _buffer(line)
     elif kind.form[0]:
-        once = kind is ins.Run and "[" not in line.text[line.at :].partition("#")[0]
-        form = _form(kind, ins.Run.once if once else kind.form)
+        form = _form(kind)
         line.gap(f"its operands, as in {form.example}")
         flags, values = form.flags, form.read(line)
     for option in options(line, *flags, "stream=", "wait=", "record="):

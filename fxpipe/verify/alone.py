@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import chain
 
 from fxpipe.ir import instruction as ins
@@ -73,22 +73,10 @@ def _task(x: ins.Instruction) -> Task | None:
 def wrong_alone(program: Program) -> Iterator[tuple[Place, ins.Wrong]]:
     """Yield each instruction that is wrong by itself; ``Window.wrong`` has those wrong as tasks."""
     carried = _carried(program)
-    # most buffers differ in the micro-batch alone, so the verdict on the rest is remembered
-    verdicts: dict[tuple[object, ...], ins.Wrong | None] = {}
     for device, instructions in enumerate(program.lists):
         for position, x in enumerate(instructions):
-            wrong: ins.Wrong | None = None
             if isinstance(x, ins.Move):
-                buffer, i = x.buffer, x.buffer.microbatch
-                key = device, type(x), buffer[:4], i if program.copies else 0
-                if key not in verdicts:
-                    exists = buffer[:4] in carried or _own(program, buffer)
-                    if buffer.kind in COPIED:
-                        exists = exists and i in program.copies_of(buffer.source)
-                    route = program.ends_of(buffer) if exists else None
-                    verdicts[key] = _misrouted(x, device, route)
-                number = 0 if buffer.kind in COPIED else i
-                wrong = verdicts[key] or wrong_batch(buffer.batch, number, program.microbatches)
+                wrong = _misrouted(x, program, device, carried)
             else:
                 wrong = x.wrong(program, device)
                 if wrong is None and _task(x) is None and not isinstance(x, ins.Meeting):
@@ -124,13 +112,20 @@ def _own(program: Program, buffer: Buffer) -> bool:
     return own and 0 <= source < program.stages
 
 
-def _misrouted(x: ins.Move, device: int, route: tuple[int, int] | None) -> ins.Wrong | None:
-    """What is wrong with a move or a free, apart from its micro-batch."""
-    if route is None:
+def _misrouted(
+    x: ins.Move, program: Program, device: int, carried: Container[tuple[object, ...]]
+) -> ins.Wrong | None:
+    """What is wrong with a move or a free."""
+    buffer, i = x.buffer, x.buffer.microbatch
+    exists = buffer[:4] in carried or _own(program, buffer)
+    if buffer.kind in COPIED:  # with the copy's device for a micro-batch
+        exists, i = exists and i in program.copies_of(buffer.source), 0
+    if not exists:
         return "no edge carries this value", "name a buffer of one of the program's edges"
-    cure = x.route(device, *route)
-    made, used = map(_device_name, route)
-    return (f"the value goes from {made} to {used}", cure) if cure else None
+    made, used = program.ends_of(buffer)
+    if cure := x.route(device, made, used):
+        return f"the value goes from {_device_name(made)} to {_device_name(used)}", cure
+    return wrong_batch(buffer.batch, i, program.microbatches)
 
 
 def _device_name(device: int) -> str:

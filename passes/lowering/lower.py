@@ -12,7 +12,7 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BESIDE, BUILT_IN, Task
+from fxpipe.ir.task import BESIDE, BUILT_IN, KINDS, Task
 from fxpipe.ir.value import HOST
 from fxpipe.parts import Parts
 from fxpipe.torchtools.state import without_collection
@@ -118,7 +118,7 @@ class Lower:
             yield from instructions.parts(task)
             instruction = instructions.of(task, position)
             updates = isinstance(instruction, ins.Update)
-            if flush and (updates or (behind and isinstance(instruction, ins.Run))):
+            if flush and (updates or (behind and task.kind not in BUILT_IN)):
                 behind.append(instruction)
             else:
                 yield instruction
@@ -193,9 +193,10 @@ class Sums:
         """Yield what comes right before a backward that reads a version of the weights."""
         return iter(())
 
-    def rest(self, task: Task) -> bool:
-        """Whether ``parts`` runs a part of a backward, so that only the rest of it is left."""
-        return False
+    def rest(self, task: Task, whole: ins.Compute) -> ins.Compute:
+        """What runs the rest of a backward, given what runs the whole, where ``parts`` has run a
+        part."""
+        return whole
 
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         """What waits for the sum of a stage's gradients, unless nothing sums them."""
@@ -244,11 +245,12 @@ class _Instructions:
         kind, stage, i, batch = task.kind, task.stage, task.microbatch, task.batch
         assert stage is not None
         version = batch - self._delays[stage]
-        if kind not in BUILT_IN:
+        if own := KINDS[kind].make:
             update = self._updates.get(stage)
             if update is not None and update < (-batch, position):
                 version = batch + 1
-            return ins.Run(kind, stage, i, version, batch)
+            made: ins.Instruction = own(stage, i, version, batch)
+            return made
         if kind == "C":
             return _clipping("clip", stage, batch)
         if kind in BESIDE:
@@ -258,10 +260,9 @@ class _Instructions:
         if kind == "F":
             again = (stage, i) in self._recomputed
             return ins.Forward(stage, i, version, batch, self._trains and not again, again)
-        if kind == "B":
-            return ins.Backward(stage, i, version, batch, self.sums.rest(task))
-        if kind == "W":
-            return ins.WeightGrad(stage, i, version, batch, self.sums.rest(task))
+        if kind in "BW":
+            make = ins.Backward if kind == "B" else ins.WeightGrad
+            return self.sums.rest(task, make(stage, i, version, batch))
         if kind == "I":
             return ins.InputGrad(stage, i, version, batch, (i, stage) in self._frozen)
         return ins.Recompute(stage, i, version, batch)

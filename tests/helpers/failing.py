@@ -31,7 +31,7 @@ HANDLERS = interpreter.HANDLERS
 
 REPLICAS = {"PartialBackward", "ReduceScatter", "AllGather", "GatherWeights"}
 REPLICAS |= {"GatherShards", "AwaitShards", "DropShards", "ReduceToOwners", "AwaitSums"}
-REPLICAS |= {"PartialToOwners"}
+REPLICAS |= {"PartialToOwners", "RestOfBackward", "RestOfWeightGrad"}
 REPLICAS |= {"ShareNorms", "UpdateShards", "ColumnNorm"}
 COPIES = {"Share", "Give", "Add"}
 KINDS = {made.__name__ for made in ins.every_opcode().values()} - {"Pause"} - REPLICAS - COPIES
@@ -44,13 +44,19 @@ class Injected(Exception):
 
 
 def with_own_task() -> Recipe:
-    """All forwards, all backwards, a task of its own, and the update."""
+    """All forwards, each with a task of its own, all backwards, another such task, and the
+    update."""
     task = fxpipe.define_task(
         "Q", "nothing", run=lambda context: None, cost=0.1, follows="BW", reads=("gradients",)
     )
 
+    each = fxpipe.define_task(
+        "V", "nothing", run=lambda context: None, cost=0.1, follows="F", per_microbatch=True
+    )
+
     def rows(device: int, devices: int, microbatches: int) -> Iterator[Task]:
-        yield from map(F, range(microbatches))
+        for i in range(microbatches):
+            yield from (F(i), each(i))
         yield from map(B, range(microbatches))
         yield from (task(), U())
 

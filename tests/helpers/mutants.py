@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 from fxpipe.ir import instruction as ins
@@ -106,6 +106,10 @@ def _other_tasks(schedule: Schedule, task: Task) -> Iterator[tuple[str, Task]]:
             yield "change kind", replace(task, kind=kind)
 
 
+RESTS = {"backward": "rest_backward", "weight_grad": "rest_weight_grad"}
+RESTS |= {rest: whole for whole, rest in RESTS.items()}
+
+
 def program_mutants(program: Program) -> Iterator[tuple[str, str, Program]]:
     """The edit, the name of the instruction's class and the edited program."""
     for edit, instruction, lists in edits(program.lists):
@@ -129,21 +133,22 @@ def _other_instructions(
         case ins.Update():
             yield "change version", replace(instruction, reads=instruction.reads + 1)
             yield "change version", replace(instruction, writes=instruction.writes - 1)
-        case ins.Compute() | ins.Run():
-            if instruction.microbatch is not None:
-                for i in range(-1, program.microbatches + 1):
-                    if i != instruction.microbatch:
-                        yield "change micro-batch", replace(instruction, microbatch=i)
-            yield "change version", replace(instruction, version=instruction.version + 1)
-            yield "change version", replace(instruction, version=instruction.version - 1)
         case ins.Move():
             yield from _other_moves(program, instruction)
             return
+        case _ if "version" in instruction.counted:
+            reads: Any = instruction
+            if (own := getattr(reads, "microbatch", None)) is not None:
+                for i in {*range(-1, program.microbatches + 1)} - {own}:
+                    yield "change micro-batch", replace(reads, microbatch=i)
+            yield "change version", replace(reads, version=reads.version + 1)
+            yield "change version", replace(reads, version=reads.version - 1)
     if (mine := getattr(instruction, "copy", None)) is not None:
         for copy in set(range(program.devices)) - {mine}:
             yield "change copy", replace(instruction, copy=copy)  # type: ignore[type-var]
-    if isinstance(instruction, ins.Backward | ins.WeightGrad):
-        yield "change rest", replace(instruction, rest=not instruction.rest)
+    if (other := ins.find_opcode(RESTS.get(instruction.opcode, ""))) is not None:
+        makes: Any = other
+        yield "change rest", makes(*astuple(instruction))  # type: ignore[call-overload]
     if instruction.opcode == "partial_backward":
         part: Any = instruction
         for bucket in range(-1, 3):

@@ -14,7 +14,6 @@ from fxpipe.ir.opcodes.backward import Backward, InputGrad, WeightGrad, output_g
 from fxpipe.ir.opcodes.base import Compute, Move, OncePerStep
 from fxpipe.ir.opcodes.forward import Forward, Recompute
 from fxpipe.ir.opcodes.moves import Free, Load, Output, Pop, Receive, Send, Stash
-from fxpipe.ir.opcodes.own_task import Run
 from fxpipe.ir.opcodes.update import Barrier, Pause, Update
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import HOST, Buffer
@@ -34,10 +33,10 @@ def all_of(program: Program, *kinds: type[ins.Instruction]) -> list[tuple[int, i
 
 
 def test_every_opcode_of_the_core_is_of_one_of_the_kinds_that_it_may_be() -> None:
-    known = {Forward, Recompute, Backward, InputGrad, WeightGrad, Update, Barrier, Pause, Run}
+    known = {Forward, Recompute, Backward, InputGrad, WeightGrad, Update, Barrier, Pause}
     known |= {Load, Output, Send, Stash, Receive, Pop, Free}
     assert {*ins.OPCODES.values()} == known
-    for kind in known - {Update, Barrier, Pause, Run}:
+    for kind in known - {Update, Barrier, Pause}:
         assert issubclass(kind, Move | Compute | OncePerStep)
 
 

@@ -7,6 +7,7 @@ computed: equal numbers mean the same operations on the same inputs.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
@@ -102,7 +103,9 @@ class _Run(Devices):
                 self.model.update(stage, self.step + batch, reads, writes)
                 if "gather_weights" in self.program.opcodes:
                     self.apart.add((stage, writes))
-            case ins.Run(kind, stage, i, version, batch):
+            case ins.Instruction(opcode="run" | "run_each", batch=batch, stage=stage):
+                own: Any = instruction
+                kind, i, version = own.kind, getattr(own, "microbatch", None), own.version
                 version = max(self.step + version, 0)
                 self._check(device, stage, version)
                 self._whole(stage, version)
@@ -210,8 +213,8 @@ class _Run(Devices):
                         self._read(device, back(e))
                 self.begun[stage, batch] = here, i, version, bucket
                 return
-            case ins.Backward(rest=rest) | ins.WeightGrad(rest=rest):
-                if rest != (begun is not None):
+            case ins.Backward() | ins.WeightGrad():
+                if _is_rest(instruction) != (begun is not None):
                     raise WrongError("it runs another part of a backward")
         match instruction:
             case ins.Recompute() if away:
@@ -321,6 +324,9 @@ def _kind(instruction: ins.Compute) -> str | None:
     """The letter of an instruction that runs a part of a backward."""
     if instruction.opcode == "partial_backward":
         return str(getattr(instruction, "kind", ""))
-    if isinstance(instruction, ins.Backward | ins.WeightGrad) and instruction.rest:
-        return instruction.letter
-    return None
+    return instruction.letter if _is_rest(instruction) else None
+
+
+def _is_rest(instruction: ins.Compute) -> bool:
+    """Whether it runs the rest of a backward."""
+    return instruction.opcode in ("rest_backward", "rest_weight_grad")

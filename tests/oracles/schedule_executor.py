@@ -135,8 +135,7 @@ class _Run:
 
     def _own(self, kind: str, s: int, i: int | None, batch: int) -> bool:
         """Run a user-defined task: its gradients must exist, and all that it follows be done."""
-        uses = {*KINDS[kind].reads, *KINDS[kind].writes}
-        if "gradients" in uses and self.done["U", s, batch]:
+        if "gradients" in KINDS[kind].reads and self.done["U", s, batch]:
             raise _Wrong
         planned = Counter(
             (t.kind, t.microbatch) for row in self.schedule.rows for t in row if t.stage == s

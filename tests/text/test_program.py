@@ -35,7 +35,6 @@ LINES: dict[str, tuple[ins.Instruction, str]] = {
     "backward": (ins.Backward(1, 2, 3, batch=-1), "backward s1[2'] v3"),
     "input_grad": (ins.InputGrad(1, 2, -1), "input_grad s1[2] v-1"),
     "weight_grad": (ins.WeightGrad(1, 2, -2, -2), "weight_grad s1[2''] v-2"),
-    "run": (ins.Run("N", 1, batch=-1), "run N s1' v0"),
     "free": (ins.Free(own_buffer("saved", 1, 2)), "free saved:1[2]"),
     "barrier": (ins.Barrier(), "barrier"),
     "pause": (ins.Pause(), "pause"),
@@ -120,12 +119,11 @@ INSTRUCTIONS = st.one_of(
         for made in (ins.Load, ins.Output, ins.Send, ins.Receive, ins.Free)
     ),
     st.builds(ins.Forward, SMALL, SMALL, VERSIONS, BATCHES, st.booleans(), st.booleans()),
-    *(st.builds(made, SMALL, SMALL, VERSIONS, BATCHES) for made in (ins.Recompute, ins.InputGrad)),
     *(
-        st.builds(made, SMALL, SMALL, VERSIONS, BATCHES, st.booleans())
-        for made in (ins.Backward, ins.WeightGrad)
+        st.builds(made, SMALL, SMALL, VERSIONS, BATCHES)
+        for made in (ins.Recompute, ins.Backward, ins.WeightGrad)
     ),
-    st.builds(ins.Run, st.sampled_from("NC"), SMALL, st.none() | SMALL, VERSIONS, BATCHES),
+    st.builds(ins.InputGrad, SMALL, SMALL, VERSIONS, BATCHES, st.booleans()),
     *(
         st.builds(made, SMALL, BATCHES)
         for word in ("norm", "clip")
@@ -213,7 +211,7 @@ def in_list(line: str) -> str:
         (in_list("  forward s0[0]"), 5, 16, "expected a blank and 'v', as in s0[0] v0"),
         (in_list("  forward s0[0] v0 kept"), 5, 20, "expected 'keep' or 'again' or"),
         (in_list("  forward s0[0] v0keep"), 5, 19, "expected a blank or the end"),
-        (in_list("  backward s0[0] v0 keep"), 5, 21, "expected 'rest' or 'stream=' or"),
+        (in_list("  backward s0[0] v0 keep"), 5, 21, "expected 'stream=' or 'wait=' or"),
         (in_list("  partial_backward B s0[0] v0"), 5, 30, "expected a blank and 'bucket'"),
         (in_list("  partial_backward B s0[0] v0 bucket"), 5, 37, "a blank and more, as in"),
         (in_list("  backward s0 v0"), 5, 14, "expected '[', as in s0[0] v0"),

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+import fxpipe
+from fxpipe.extend import find
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, define_task
+from fxpipe.ir.task import KINDS
 from fxpipe.ir.value import HOST, Buffer, Edge
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.lower import Lower
@@ -189,7 +191,7 @@ def test_a_forward_keeps_what_a_backward_needs_and_nothing_else(
 
 
 def test_what_needs_gradients_stands_before_the_update_and_a_clip_behind_the_norm() -> None:
-    define_task("N", "norm", run=lambda context: None, cost=0.1, reads=("gradients",))
+    fxpipe.define_task("N", "norm", run=lambda context: None, cost=0.1, reads=("gradients",))
     head = "program mine microbatches=1\nplace 0\npasses lower\ndevice 0\n"
     head += "forward s0[0] v0 keep\nbackward s0[0] v0\nbarrier\n"
     program = Program.parse(head + "clip s0\nnorm s0\nupdate s0 v0 -> v1\nrun N s0 v1\n")
@@ -246,12 +248,12 @@ def test_every_fault_is_reported_at_once() -> None:
 
 
 def test_gradients_on_their_way_between_replicas_are_not_to_be_read() -> None:
-    define_task("N", "look", run=lambda context: None, reads=("gradients",), cost=1)
+    fxpipe.define_task("N", "look", run=lambda context: None, reads=("gradients",), cost=1)
     try:
         program = lowered(add_reduce(one_f_one_b(2, 1)), chain(2))
-        own = list(program.lists[0])
+        own, run = list(program.lists[0]), find("instruction", "run")("N", 0)
         at = [x.opcode for x in own].index("all_gather")
-        early = [*own[:at], ins.Run("N", 0), *own[at:]]
+        early = [*own[:at], run, *own[at:]]
         (fault,) = faults_of(replace(program, lists=(tuple(early), program.lists[1])))
         assert str(fault) == (
             f"device 0, position {at}, run N s0 v0: it needs gradients that reduce_scatter s0, "
@@ -259,7 +261,7 @@ def test_gradients_on_their_way_between_replicas_are_not_to_be_read() -> None:
             "all_gather"
         )
         for place in at - 1, at + 1:
-            right = [*own[:place], ins.Run("N", 0), *own[place:]]
+            right = [*own[:place], run, *own[place:]]
             replace(program, lists=(tuple(right), program.lists[1])).verify()
     finally:
         del KINDS["N"]

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fxpipe
 from fxpipe.errors import Fault, InputError, VerificationError
 from fxpipe.ir.recipe import RECIPES, Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, A, B, F, Task, U, define_task
+from fxpipe.ir.task import KINDS, A, B, F, Task, U
 from fxpipe.passes.schedule import add_recompute
 from fxpipe.schedules import one_f_one_b
 from fxpipe.schedules.one_f_one_b import seq1f1b
@@ -116,9 +117,9 @@ def test_no_class_of_edits_is_left_out() -> None:
 def own_tasks() -> Iterator[None]:
     """N looks at gradients, once a step; L at the weights after a micro-batch's forward."""
     norm = {"reads": ("gradients",), "follows": "BW", "cost": 1.0}
-    define_task("N", "norm", run=lambda context: None, **norm)  # type: ignore[arg-type]
+    fxpipe.define_task("N", "norm", run=lambda context: None, **norm)  # type: ignore[arg-type]
     look = {"reads": ("parameters",), "follows": "F", "cost": 1.0, "per_microbatch": True}
-    define_task("L", "look", run=lambda context: None, **look)  # type: ignore[arg-type]
+    fxpipe.define_task("L", "look", run=lambda context: None, **look)  # type: ignore[arg-type]
     yield
     del KINDS["N"], KINDS["L"]
 

@@ -54,7 +54,7 @@ def run_together(window: Window) -> Iterator[Fault]:
         if i is None or kind == "A" or ("F", i, stage) not in window.spots:
             continue
         task_kind = window.kinds.get(kind)
-        if task_kind is not None and task_kind.run is not None:
+        if task_kind is not None and task_kind.make is not None:
             if schedule.devices_of(stage)[1:]:
                 what = f"it needs the weights of stage {stage}, whose copies have none of their own"
                 yield window.fault(spot, what, "define a task that comes once a step")

@@ -15,7 +15,7 @@ from numbers import Integral, Real
 from typing import Any, Protocol
 
 from fxpipe.errors import InputError
-from fxpipe.ir.recipe import RECIPES, EdgesRule, Placement, Recipe, one_each
+from fxpipe.ir.recipe import EdgesRule, Placement, Recipe, enter, one_each
 from fxpipe.ir.schedule import Edges, Schedule
 from fxpipe.ir.task import KINDS, Task, U
 from fxpipe.ir.walk import needs_of
@@ -142,7 +142,7 @@ def list_schedule(
                 yield from map(U, stages)
 
         tasks.__doc__, tasks.__module__ = urgency.__doc__, urgency.__module__
-        return RECIPES.enter(Recipe(name, tasks, placement=placement, slices=slices, edges=edges))
+        return enter(Recipe(name, tasks, placement=placement, slices=slices, edges=edges))
 
     return register
 

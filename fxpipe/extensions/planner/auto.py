@@ -13,7 +13,6 @@ from fxpipe.compiler.compiler import Compiler
 from fxpipe.compiler.options import Options
 from fxpipe.compiler.timetable import Timetable
 from fxpipe.errors import InputError, PartitionError
-from fxpipe.extend import LateSchedule
 from fxpipe.extensions.attributes import restoring
 from fxpipe.extensions.planner.candidates import EXACT, Predicted
 from fxpipe.extensions.planner.stages import FAMILIES, Stages, offload_of, with_modes
@@ -26,25 +25,18 @@ from fxpipe.runtime.batch import MicroBatches
 from fxpipe.runtime.choice import ThreadChoice
 
 
-class Auto(LateSchedule):
-    """``schedule="auto"``: the fastest of the library's schedules with a flush."""
-
-    name = "auto"
-    families: Sequence[str] = FAMILIES
-
-    def start(self) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
-        """Until the first step has chosen a schedule, calls have the stages of this recipe."""
-        placement = PendingPlacement()
-        first = find_recipe(self.families[0])
-        recipe = replace(first, name=self.name, placement=placement)
-        return recipe, partial(AutoCompiler, placement=placement, families=self.families)
+def auto_schedule(
+    name: str = "auto", families: Sequence[str] = FAMILIES
+) -> tuple[Recipe, Callable[[Options, ThreadChoice], Compiler]]:
+    """``schedule="auto"``: the fastest of the library's schedules with a flush. Until the first
+    step has chosen one, calls have the stages of this recipe."""
+    placement = PendingPlacement()
+    recipe = replace(find_recipe(families[0]), name=name, placement=placement)
+    return recipe, partial(AutoCompiler, placement=placement, families=families)
 
 
-class AutoTwoBW(Auto):
-    """``schedule="auto-2bw"``: 2BW, which has no flush, with the fastest micro-batches."""
-
-    name = "auto-2bw"
-    families = ("2bw",)
+auto_two_bw = partial(auto_schedule, "auto-2bw", ("2bw",))
+"""``schedule="auto-2bw"``: 2BW, which has no flush, with the fastest micro-batches."""
 
 
 @dataclass(eq=False)

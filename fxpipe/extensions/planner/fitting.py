@@ -7,7 +7,7 @@ from dataclasses import replace
 from fxpipe.compiler.compiled import Kind
 from fxpipe.compiler.compiler import Compiler
 from fxpipe.errors import FxpipeError, PartitionError
-from fxpipe.extensions.planner.auto import Auto, AutoCompiler
+from fxpipe.extensions.planner.auto import AutoCompiler, auto_schedule
 from fxpipe.extensions.planner.stages import FAMILIES, offload_of
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.runtime.batch import MicroBatches
@@ -21,7 +21,7 @@ def fitting_advice(compiler: Compiler, micro: MicroBatches, kind: Kind) -> str:
     given; whatever else was given is free.
     """
     given = compiler.options
-    recipe, make = Auto().start()
+    recipe, make = auto_schedule()
     options = replace(
         given,
         recipe=recipe,

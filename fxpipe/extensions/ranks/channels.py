@@ -24,11 +24,11 @@ from fxpipe.errors import InputError, RankError
 from fxpipe.extensions.ranks.group import RankGroup, failure_of
 from fxpipe.extensions.ranks.packing import enclosed, opened
 from fxpipe.extensions.ranks.pairs import PairGroups
-from fxpipe.extensions.ranks.program import OwnProgram
+from fxpipe.extensions.ranks.program import CROSSING, OwnProgram
 from fxpipe.extensions.ranks.tree import Key
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
-from fxpipe.ir.value import CROSSING, Buffer
+from fxpipe.ir.value import Buffer
 from fxpipe.parts import Parts
 from fxpipe.runtime.backend import Backend, Channels
 from fxpipe.runtime.host import Job, in_own_storage

@@ -11,7 +11,10 @@ from fxpipe.ir import instruction as ins
 from fxpipe.ir.plan import Plan
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.value import CROSSING, HOST, Buffer
+from fxpipe.ir.value import HOST, Buffer
+
+CROSSING = ("act", "skip", "grad")
+"""The kinds of buffers that hold one value on its way between stages."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from fxpipe.extensions.replicas.opcodes import (
     GatherWeights,
     PartialBackward,
     ReduceScatter,
+    rest_of,
 )
 from fxpipe.extensions.sums import Needed
 from fxpipe.ir import instruction as ins
@@ -28,7 +29,7 @@ class SumReplicas(Needed):
     becomes::
 
           partial_backward B s1[1] v0 bucket 0
-          backward  s1[1] v0 rest
+          rest_backward  s1[1] v0
           reduce_scatter s1
     """
 
@@ -55,8 +56,10 @@ class SumReplicas(Needed):
             assert i is not None
             yield PartialBackward(stage, i, version, task.batch, task.kind, bucket)
 
-    def rest(self, task: Task) -> bool:
-        return (task.kind, task.stage, task.microbatch) in self._parts
+    def rest(self, task: Task, whole: ins.Compute) -> ins.Compute:
+        if (task.kind, task.stage, task.microbatch) not in self._parts:
+            return whole
+        return rest_of(task.kind)(whole.stage, whole.microbatch, whole.version, whole.batch)
 
     def waits(self, stage: int, batch: int) -> ins.Instruction | None:
         return AllGather(stage, batch)

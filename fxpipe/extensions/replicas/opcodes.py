@@ -133,7 +133,8 @@ class PartialBackward(Compute):
     """Run a backward until a bucket of gradients is complete, and begin to sum that.
 
     Roughly: saved, g = backward(saved, output_gradients); reduce_scatter(gradients[bucket] + g).
-    It is part of the Backward or WeightGrad that follows it, which completes the last bucket.
+    It is part of the RestOfBackward or RestOfWeightGrad that follows it, which completes the last
+    bucket.
 
     Attributes:
         kind: "B" for a part of a Backward, "W" for a part of a WeightGrad.
@@ -171,8 +172,7 @@ class PartialBackward(Compute):
         return None
 
     def then(self, x: Instruction) -> str:
-        whole = Backward if self.kind == "B" else WeightGrad
-        rest = whole(self.stage, self.microbatch, self.version, self.batch, rest=True)
+        rest = rest_of(self.kind)(self.stage, self.microbatch, self.version, self.batch)
         follows = x in (replace(self, bucket=self.bucket + 1), rest)
         return "" if follows else "let the rest of that backward come before it"
 
@@ -201,3 +201,46 @@ class PartialBackward(Compute):
         """Begin to sum the gradients of its bucket, which are complete."""
         batch, replicas = machine.step + self.batch, machine.channels.replicas
         replicas.reduce_scatter(machine, self.stage, batch, gradients, self.bucket)
+
+
+class _Rest(Compute):
+    """The rest of a backward, behind the parts of it that have run up to the last bucket."""
+
+    __slots__ = ()
+    rest = True
+
+    def then(self, x: Instruction) -> str:
+        return "" if x.task == "A" else "let the stage's reduce_scatter come before it"
+
+    def behind(self, before: Instruction | None) -> Wrong | None:
+        if before and before.partial:
+            return None
+        return "no partial backward has begun it", "write the whole one"
+
+    def run(self, machine: Machine) -> None:
+        stage, i, batch = self.stage, self.microbatch, self.batch
+        (buffer,) = self.ends(machine.program)
+        kernel, left = machine.kernel(stage, i, batch), machine.store.take(buffer)
+        inputs, sums = kernel.partial_backward(self.task or "", -1, left, machine.totals(self))
+        machine.store.gradients[stage, batch] = sums
+        if self.task == "B":
+            machine.store.hand_out(machine.program.operands[stage, i, batch].returned, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class RestOfBackward(_Rest, Backward):
+    """Run the rest of a backward, behind the parts of it, and add to its stage's gradients."""
+
+    opcode = "rest_backward"
+
+
+@dataclass(frozen=True, slots=True)
+class RestOfWeightGrad(_Rest, WeightGrad):
+    """Run the rest of the second half of a backward, and add to its stage's gradients."""
+
+    opcode = "rest_weight_grad"
+
+
+def rest_of(kind: str) -> type[RestOfBackward] | type[RestOfWeightGrad]:
+    """What runs the rest of a backward of that kind, "B" or "W"."""
+    return RestOfBackward if kind == "B" else RestOfWeightGrad

@@ -31,7 +31,7 @@ def away_costs(
         return {}
     stored: dict[int, list[int]] = {}
     for (stage, _), (_, forward) in program.away.items():
-        inputs = {edge.value: edge.source for edge in program.edges_into[stage]}
+        inputs = {edge.value: edge.source for edge in program.edges_into(stage)}
         held = inputs if forward.again else sizes.holds.get(stage, ())
         moved = [value for value in held if inputs.get(value) != HOST]
         size = 0 if forward.again else sizes.saved.get(stage, 0)

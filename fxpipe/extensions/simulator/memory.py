@@ -162,8 +162,9 @@ class Holding:
         self._there: dict[Hashable, Piece] = {}  # those that are counted
         self._kept: dict[Buffer, tuple[Piece, ...]] = {}
         self._stored: dict[tuple[int, int, int], list[Piece]] = {}
-        self._into = [{edge.value: edge for edge in edges} for edges in program.edges_into]
-        self._back = [{edge.value: edge for edge in edges} for edges in program.gradients_into]
+        stages = range(program.stages)
+        self._into = [{edge.value: edge for edge in program.edges_into(s)} for s in stages]
+        self._back = [{edge.value: edge for edge in program.gradients_into(s)} for s in stages]
         self._older: dict[int, int] = {}
         self._updated = {(x.stage, x.batch) for x in self._list if isinstance(x, ins.Update)}
         self._delays: Counter[int] = Counter()

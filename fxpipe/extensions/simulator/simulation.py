@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fxpipe import views
 from fxpipe.errors import InputError
 from fxpipe.extensions.exchange import Exchange
+from fxpipe.extensions.simulator.kept import KeptCounts, kept_of
 from fxpipe.extensions.simulator.pairs import Pairs, joins
 from fxpipe.extensions.simulator.sizes import Sizes
 from fxpipe.extensions.simulator.sums import beside
@@ -25,14 +26,10 @@ from fxpipe.ir.program import Program
 from fxpipe.ir.task import Task
 from fxpipe.ir.value import Buffer
 from fxpipe.verify.alone import window_of
-from fxpipe.verify.schedule import KeptCounts, kept_of
 
 if TYPE_CHECKING:
     from fxpipe.extensions.simulator.costs import Costs
     from fxpipe.extensions.simulator.memory import Memory
-
-
-_READERS = (ins.Forward, ins.Recompute, ins.Backward, ins.InputGrad, ins.WeightGrad, ins.Run)
 
 
 class Steady(NamedTuple):
@@ -469,9 +466,8 @@ def _peak_versions(program: Program) -> tuple[int, ...]:
     newest, and the older ones that something reads after its update."""
     most = [1] * program.stages
     for list_ in program.lists:
-        last_read = {
-            (x.stage, x.version): at for at, x in enumerate(list_) if isinstance(x, _READERS)
-        }
+        readers = [(at, x) for at, x in enumerate(list_) if "version" in x.counted]
+        last_read = {(x.stage, getattr(x, "version", 0)): at for at, x in readers}
         existing: dict[int, list[int]] = {}
         for at, x in enumerate(list_):
             if isinstance(x, ins.Update):

@@ -67,8 +67,8 @@ def absolute(instruction: ins.Instruction, step: int) -> ins.Instruction:
     match moved:
         case ins.Update(reads=reads, writes=writes) if min(reads, writes) < 0:
             return replace(moved, reads=max(reads, 0), writes=max(writes, 0))
-        case ins.Compute() | ins.Run():
-            return replace(moved, version=0) if moved.version < 0 else moved
+    if getattr(moved, "version", 0) < 0:
+        return replace(moved, version=0)  # type: ignore[type-var]
     return moved
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from fxpipe.errors import InputError
-from fxpipe.extensions.streams.launch_order import Ordered, launch_order, source_of
+from fxpipe.extensions.streams.launch_order import Ordered, arrivals, launch_order, source_of
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
+from fxpipe.ir.launch import COMPUTE, Event, Launch
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
 from fxpipe.passes.runner import comes_after

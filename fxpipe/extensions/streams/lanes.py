@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fxpipe.extensions.streams.kinds import kind_of
 from fxpipe.ir.launch import COMPUTE
 from fxpipe.ir.plan import ValueSpec
-from fxpipe.torchtools.accelerator import Place, home, kind_of, timed_event
+from fxpipe.torchtools.accelerator import Place, home, timed_event
 
 ALONE = threading.RLock()
 """Held during a capture, and while a thread synchronizes with a device or orders its streams."""

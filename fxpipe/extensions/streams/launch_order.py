@@ -34,6 +34,11 @@ class Ordered(NamedTuple):
     uses: tuple[Buffer, ...]
 
 
+def arrivals(source: int) -> str:
+    """The stream on which values from a device arrive, such as ``in0``; ``in`` for the caller."""
+    return "in" if source == HOST else f"in{source}"
+
+
 def source_of(program: Program, arrival: ins.Arrival) -> int:
     """The device that a value arrives from, or HOST."""
     return HOST if isinstance(arrival, ins.Load) else program.origin(arrival)

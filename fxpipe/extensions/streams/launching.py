@@ -20,9 +20,11 @@ from torch import Tensor
 
 from fxpipe.compiler.options import Options
 from fxpipe.errors import DeviceError, told
+from fxpipe.extensions.streams.kinds import kind_of
 from fxpipe.extensions.streams.lanes import ALONE, Lanes
+from fxpipe.extensions.streams.launch_order import arrivals
 from fxpipe.ir import instruction as ins
-from fxpipe.ir.launch import COMPUTE, Event, Launch, arrivals
+from fxpipe.ir.launch import COMPUTE, Event, Launch
 from fxpipe.ir.plan import ValueSpec
 from fxpipe.ir.program import Program
 from fxpipe.ir.value import Buffer
@@ -31,7 +33,6 @@ from fxpipe.runtime.group import Group
 from fxpipe.runtime.host import BatchHost, Job
 from fxpipe.runtime.interpreter import HANDLERS, Machine, Stopped, run_own
 from fxpipe.text.program import print_instruction
-from fxpipe.torchtools.accelerator import kind_of
 
 
 class RunEvents:

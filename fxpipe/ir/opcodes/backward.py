@@ -8,7 +8,7 @@ from itertools import chain
 from operator import add
 from typing import TYPE_CHECKING, ClassVar
 
-from fxpipe.ir.opcodes.base import Compute, Instruction, Wrong
+from fxpipe.ir.opcodes.base import Compute
 from fxpipe.ir.value import Buffer
 
 if TYPE_CHECKING:
@@ -18,38 +18,17 @@ if TYPE_CHECKING:
     from fxpipe.runtime.interpreter import Machine
 
 
-class _Whole(Compute):
-    """A backward, or the rest of one of which parts have run."""
-
-    __slots__ = ()
-    sums = True
-    adds = True
-    rest: bool
-
-    def then(self, x: Instruction) -> str:
-        summed = not self.rest or x.task == "A"
-        return "" if summed else "let the stage's reduce_scatter come before it"
-
-    def behind(self, before: Instruction | None) -> Wrong | None:
-        if self.rest and not (before and before.partial):
-            return "no partial backward has begun it", "remove 'rest'"
-        return None
-
-
 @dataclass(frozen=True, slots=True)
-class Backward(_Whole):
+class Backward(Compute):
     """Run a stage's backward graph, which uses up ``saved``, and add to its gradients.
 
     Roughly: input_gradients, g = backward(saved, output_gradients); gradients[stage] += g.
-
-    Attributes:
-        rest: whether partial backwards have run up to the last bucket, so that only that is left.
     """
 
     opcode = "backward"
-    flags: ClassVar = {"rest": "rest"}
     task = "B"
-    rest: bool = False
+    sums = True
+    adds = True
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         return reads(self, program)
@@ -65,10 +44,7 @@ class Backward(_Whole):
         operands, store = machine.program.operands[stage, i, batch], machine.store
         kept = store.take(operands.kept)
         kernel, totals = machine.kernel(stage, i, batch), machine.totals(self)
-        if self.rest:
-            inputs, sums = kernel.partial_backward("B", -1, kept, totals)
-        else:
-            inputs, sums = kernel.backward(kept, output_gradients(machine, self), totals)
+        inputs, sums = kernel.backward(kept, output_gradients(machine, self), totals)
         store.gradients[stage, batch] = sums
         store.hand_out(operands.returned, inputs)
 
@@ -115,19 +91,16 @@ class InputGrad(Compute):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightGrad(_Whole):
+class WeightGrad(Compute):
     """Run the other half of a backward; it uses up ``deferred``.
 
     Roughly: gradients[stage] += weight_grad(deferred).
-
-    Attributes:
-        rest: as in Backward.
     """
 
     opcode = "weight_grad"
-    flags: ClassVar = {"rest": "rest"}
     task = "W"
-    rest: bool = False
+    sums = True
+    adds = True
 
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         return left(self, program)
@@ -138,12 +111,8 @@ class WeightGrad(_Whole):
     def run(self, machine: Machine) -> None:
         stage, i, batch = self.stage, self.microbatch, self.batch
         left = machine.store.take(self.own("deferred"))
-        kernel, totals = machine.kernel(stage, i, batch), machine.totals(self)
-        if self.rest:
-            _, sums = kernel.partial_backward("W", -1, left, totals)
-        else:
-            sums = kernel.weight_grad(left, totals)
-        machine.store.gradients[stage, batch] = sums
+        kernel = machine.kernel(stage, i, batch)
+        machine.store.gradients[stage, batch] = kernel.weight_grad(left, machine.totals(self))
 
 
 def reads(x: Compute, program: Program) -> tuple[Buffer, ...]:

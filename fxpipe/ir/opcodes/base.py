@@ -79,10 +79,6 @@ class Instruction:
         """The batch that it belongs to: 0 for this step's, −1 for the one before."""
         return 0
 
-    def text_form(self) -> tuple[str, str]:
-        """The ``form`` that this instruction is printed in."""
-        return self.form
-
     def uses(self, program: Program) -> tuple[Buffer, ...]:
         """The buffers that it needs on its device."""
         return ()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fxpipe
 from fxpipe.errors import ParseError, VerificationError
 from fxpipe.extensions.replicas.lowering import add_reduce
 from fxpipe.ir import task
@@ -110,7 +111,7 @@ def test_a_backward_on_another_device_than_its_forward_is_told_where_that_is() -
 def test_a_task_of_ones_own_for_a_micro_batch_of_a_stage_with_copies_is_refused(
     per_microbatch: bool,
 ) -> None:
-    task.define_task(
+    fxpipe.define_task(
         "X", "extra", run=lambda context: None, follows="B", cost=1, per_microbatch=per_microbatch
     )
     own = "X0@0" if per_microbatch else "X@0"

@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from fxpipe.extensions.clipping.opcodes import add_clip
+from fxpipe.extensions.own_tasks.define import define_task
 from fxpipe.extensions.simulator.chain import chain_program
 from fxpipe.ir.recipe import find_recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import F, define_task
+from fxpipe.ir.task import F
 from fxpipe.schedules.one_f_one_b import seq1f1b
-from tests.ir.test_own_tasks import with_task
+from tests.extensions.own_tasks.test_own_tasks import with_task
 from tests.schedules.test_pairs import paired
 
 

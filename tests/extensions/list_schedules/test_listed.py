@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 import fxpipe
 from fxpipe.errors import InputError
-from fxpipe.ir.recipe import RECIPES, Placement, Recipe, one_each, round_robin, vee
+from fxpipe.ir.recipe import Placement, Recipe, one_each, round_robin, vee
 from fxpipe.ir.schedule import Schedule
 from fxpipe.ir.task import KINDS, Task
 from fxpipe.schedules import gpipe, hanayo, inference, interleaved_zb, one_f_one_b
@@ -25,11 +24,6 @@ from tests.oracles.small_simulator import (
     simulate,
     times,
 )
-
-
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxpipe.extensions.list_schedules.listed.RECIPES", copy(RECIPES))
 
 
 def listed(kinds: str, urgent: str = "BIFW", **options: Any) -> Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -14,7 +15,8 @@ from torch.optim import Adam
 
 import fxpipe
 from benchmarks.models.unet import UNet
-from fxpipe.extensions.planner.auto import Auto, AutoCompiler
+from fxpipe.extend import _REGISTRY
+from fxpipe.extensions.planner.auto import AutoCompiler, auto_schedule
 from fxpipe.extensions.planner.bounds import ALWAYS, NEVER
 from fxpipe.extensions.planner.candidates import Candidate, library_over
 from fxpipe.ir.recipe import find_recipe
@@ -36,7 +38,7 @@ def test_a_device_holds_no_less_than_its_bound(family: str, skips: bool) -> None
     options: Any = {"loss": mse_loss, "optimizer": Adam, "memory_limits": 2**30}
     name, draw = "auto-2bw" if family == "2bw" else "auto", random.Random(0)
     with (
-        patch.object(Auto, "families", (family,)),
+        patch.dict(_REGISTRY["schedule"], {name: partial(auto_schedule, families=(family,))}),
         fxpipe.compile(model, ["cpu"] * 2, schedule=name, **options) as pipe,
     ):
         pipe.prepare(x, target=y)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +14,8 @@ from torch.optim import Adam
 
 import fxpipe
 from fxpipe import extend
-from fxpipe.extensions.planner.auto import Auto, AutoCompiler
+from fxpipe.extend import _REGISTRY
+from fxpipe.extensions.planner.auto import AutoCompiler, auto_schedule
 from fxpipe.extensions.planner.stages import FAMILIES
 from tests.extensions.planner.test_auto import batch, layers
 from tests.helpers.profiles import DEEP, deep
@@ -75,7 +76,8 @@ def test_what_the_error_names_fits_and_is_what_auto_takes(
     found = peaks(**named, **written, memory_limits=limits)
     assert all(peak <= limit for peak, limit in zip(found, limits, strict=True))
     if given["schedule"] != "interleaved-1f1b":  # else the stages of "auto" begin as others
-        monkeypatch.setattr(Auto, "families", FAMILIES[:1])
+        one = partial(auto_schedule, families=FAMILIES[:1])
+        monkeypatch.setitem(_REGISTRY["schedule"], "auto", one)
         with caplog.at_level(logging.INFO, "fxpipe"):
             peaks(**named, schedule="auto", memory_limits=limits)
         assert f'schedule="auto" takes {told[1]}' in caplog.messages

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from fxpipe.extensions.ranks.program import OwnProgram, devices_near
+from fxpipe.extensions.ranks.program import CROSSING, OwnProgram, devices_near
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.recipe import RECIPES
-from fxpipe.ir.value import CROSSING, HOST, Buffer
+from fxpipe.ir.value import HOST, Buffer
 from fxpipe.passes.lowering.communicate import communicate
 from fxpipe.passes.lowering.free import free
 from fxpipe.passes.lowering.lower import Lower

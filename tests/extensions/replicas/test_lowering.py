@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+import fxpipe
 from fxpipe.errors import InputError
 from fxpipe.extensions.clipping.opcodes import Clip, Norm
+from fxpipe.extensions.own_tasks.opcodes import Run
 from fxpipe.extensions.replicas import opcodes
 from fxpipe.extensions.replicas.lowering import add_reduce, gather_weights
 from fxpipe.ir import instruction as ins
 from fxpipe.ir.program import Program
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import KINDS, define_task
+from fxpipe.ir.task import KINDS
 from fxpipe.passes.lowering.lower import Lower
 from fxpipe.schedules import gpipe, inference, one_f_one_b, two_bw
 from fxpipe.text.program import print_instruction
@@ -28,7 +30,7 @@ def summed(text: str, *, updates: bool = True) -> Program:
 
 def summing(program: Program) -> list[list[str]]:
     """What each device does that concerns sums over replicas."""
-    kinds = opcodes.Summing | Norm | Clip | ins.Run | ins.Barrier | ins.Update
+    kinds = opcodes.Summing | Norm | Clip | Run | ins.Barrier | ins.Update
     return [[print_instruction(x) for x in own if isinstance(x, kinds)] for own in program.lists]
 
 
@@ -53,7 +55,7 @@ def test_buckets_begin_to_be_summed_before_the_backward_ahead_of_the_reduce_is_t
     own, other = [[*map(print_instruction, row)] for row in program.lists]
     assert own[3:8] == [
         "partial_backward B s0[1] v0 bucket 0",
-        "backward s0[1] v0 rest",
+        "rest_backward s0[1] v0",
         "reduce_scatter s0",
         "all_gather s0",
         "barrier",
@@ -61,7 +63,7 @@ def test_buckets_begin_to_be_summed_before_the_backward_ahead_of_the_reduce_is_t
     assert other[5:9] == [
         "partial_backward W s1[1] v0 bucket 0",
         "partial_backward W s1[1] v0 bucket 1",
-        "weight_grad s1[1] v0 rest",
+        "rest_weight_grad s1[1] v0",
         "reduce_scatter s1",
     ]
     assert "bucket" not in str(Lower(plan, replicas=1)(schedule))
@@ -92,8 +94,8 @@ def test_sums_over_replicas_are_waited_for_where_they_are_needed_first() -> None
 
 
 def test_a_task_of_ones_own_that_reads_gradients_waits_for_their_sums() -> None:
-    define_task("N", "look", run=lambda context: None, reads=("gradients",), cost=1)
-    define_task("L", "look", run=lambda context: None, reads=("parameters",), cost=1)
+    fxpipe.define_task("N", "look", run=lambda context: None, reads=("gradients",), cost=1)
+    fxpipe.define_task("L", "look", run=lambda context: None, reads=("parameters",), cost=1)
     try:
         text = "delay=0\nplace 0 | 1\n0: F0 B0 N A L U\n1: F0 B0 A L N U\n"
         assert [own[:4] for own in summing(summed(text))] == [

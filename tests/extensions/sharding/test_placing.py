@@ -144,14 +144,18 @@ def test_buckets_of_gradients_leave_while_the_rest_of_the_last_backward_runs() -
         assert [x.split(maxsplit=1) for x in row[-7:]] == [
             ["partial_to_owners", f"B s{stage}[1] v0 bucket 0"],
             ["partial_to_owners", f"B s{stage}[1] v0 bucket 1"],
-            ["backward", f"s{stage}[1] v0 rest"],
+            ["rest_backward", f"s{stage}[1] v0"],
             ["drop_shards", f"s{stage}"],
             ["reduce_to_owners", f"s{stage}"],
             ["await_sums", f"s{stage}"],
             ["update_shards", f"s{stage} v0 -> v1"],
         ]
-    rests = (ins.Backward, ins.WeightGrad)
-    whole = [replace(x, rest=False) if isinstance(x, rests) else x for x in program.lists[0]]
+    whole = [
+        ins.Backward(x.stage, x.microbatch, x.version, x.batch)
+        if isinstance(x, ins.Backward)
+        else x
+        for x in program.lists[0]
+    ]
     wrong = replace(program, lists=(tuple(whole), *program.lists[1:]))
     assert any("let the rest of that backward" in fault.cure for fault in faults_of(wrong))
 

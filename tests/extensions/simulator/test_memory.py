@@ -27,7 +27,7 @@ def kept_by_replay(simulation: Simulation, sizes: Sizes, device: int) -> list[in
     for at, x in enumerate(list_):
         made.update(dict.fromkeys(x.makes(program), at))
         gone.update(dict.fromkeys(x.ends(program), at))
-    incoming = [{e.value: e for e in edges} for edges in program.edges_into]
+    incoming = [{e.value: e for e in program.edges_into(s)} for s in range(program.stages)]
 
     def place(value: str, source: int, target: int, b: Buffer) -> tuple[object, ...]:
         here = source >= 0 and program.placement[source] == device
@@ -79,7 +79,7 @@ def test_memory_is_what_a_replay_counts(program: Program, data: st.DataObject) -
     values = {edge.value: data.draw(number) for edge in program.edges}
     stages = range(program.stages)
     near = {
-        s: sorted({e.value for e in (*program.edges_into[s], *program.edges_from[s])})
+        s: sorted({e.value for e in (*program.edges_into(s), *program.edges_from(s))})
         for s in stages
     }
     sizes = Sizes(

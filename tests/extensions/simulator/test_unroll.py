@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxpipe.errors import InputError
+from fxpipe.extensions.own_tasks.opcodes import Run
 from fxpipe.extensions.simulator.unroll import absolute, blocking, unroll
 from fxpipe.extensions.streams.events import Streams
 from fxpipe.ir import instruction as ins
@@ -75,7 +76,7 @@ def test_a_step_with_a_flush_unrolls_to_itself_and_repeats_with_its_barriers() -
 
 def test_no_version_is_older_than_the_first() -> None:
     assert absolute(ins.Forward(0, 2, -3, batch=-1), 2) == ins.Forward(0, 2, 0, batch=1)
-    assert absolute(ins.Run("N", 0, version=-1), 2) == ins.Run("N", 0, version=1, batch=2)
+    assert absolute(Run("N", 0, version=-1), 2) == Run("N", 0, version=1, batch=2)
 
 
 def test_a_run_without_a_step_is_refused() -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.extensions.own_tasks.define import define_task
+from fxpipe.extensions.own_tasks.opcodes import TaskContext
 from fxpipe.ir.recipe import Recipe
 from fxpipe.ir.schedule import Schedule
-from fxpipe.ir.task import BUILT_IN, KINDS, B, F, Task, TaskContext, U, define_task
+from fxpipe.ir.task import BUILT_IN, KINDS, B, F, Task, U
 from tests.oracles import loop
 
 pytestmark = pytest.mark.models
@@ -59,6 +61,7 @@ def training(
     )
 
 
+@pytest.mark.smoke
 def test_gradient_norms_are_logged_from_outside_the_library() -> None:
     model, x, y = model_and_batch()
     alone = copy.deepcopy(model)
@@ -85,6 +88,7 @@ def test_gradient_norms_are_logged_from_outside_the_library() -> None:
     }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("reads", [("gradients",), ()])
 def test_a_task_that_writes_gradients_changes_the_update(reads: tuple[str, ...]) -> None:
     model, x, y = model_and_batch()
@@ -182,6 +186,7 @@ def test_a_task_may_read_what_is_not_a_number() -> None:
     assert all(seen)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -208,6 +213,7 @@ def test_a_task_that_is_defined_wrongly_is_refused(change: dict[str, Any], messa
         define_task(**{**good, **change})
 
 
+@pytest.mark.smoke
 def test_a_task_before_what_it_follows_is_refused() -> None:
     make = define_task("N", "norm", run=lambda context: None, cost=0.1, follows="B")
     rows = ((F(0, 0), make(0), B(0, 0), U(0)),)
@@ -223,12 +229,16 @@ def test_a_task_of_each_micro_batch_before_what_comes_once_a_step_is_refused() -
         Schedule("mine", 1, (0,), rows).verify()
     text = (
         "program mine microbatches=1\nplace 0\npasses lower\ndevice 0\n"
-        "forward s0[0] v0 keep\nbackward s0[0] v0\nbarrier\nrun N s0[0] v0\nupdate s0 v0 -> v1\n"
+        "forward s0[0] v0 keep\nbackward s0[0] v0\nbarrier\nrun_each N s0[0] v0\n"
+        "update s0 v0 -> v1\n"
     )
-    with pytest.raises(fxpipe.VerificationError, match=r"run N s0\[0\] v0: it comes before update"):
+    with pytest.raises(
+        fxpipe.VerificationError, match=r"run_each N s0\[0\] v0: it comes before update"
+    ):
         fxpipe.Program.parse(text).verify()
 
 
+@pytest.mark.smoke
 def test_a_task_that_needs_gradients_behind_the_update_is_refused() -> None:
     make = define_task("N", "norm", run=lambda context: None, cost=0.1, reads=("gradients",))
     Schedule("mine", 1, (0,), ((F(0, 0), B(0, 0), make(0), U(0)),)).verify()
@@ -239,6 +249,7 @@ def test_a_task_that_needs_gradients_behind_the_update_is_refused() -> None:
         Schedule("mine", 1, (0,), ((F(0, 0), B(0, 0), U(0), make(0)),)).verify()
 
 
+@pytest.mark.smoke
 def test_a_program_with_an_undefined_task_is_refused() -> None:
     make = define_task("N", "norm", run=lambda context: None, cost=0.1)
     rows = ((F(0, 0), B(0, 0), make(0), U(0)),)

@@ -45,6 +45,7 @@ def peaks(schedule: Schedule, begin: str, ends: str) -> tuple[Counter[int], Coun
     return stages, devices
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_stash_of_a_library_schedule_is_what_a_run_counts(name: str) -> None:
     for p, m in [(1, 1), (2, 1), (2, 3), (3, 2), (4, 4), (5, 2), (3, 9)]:
