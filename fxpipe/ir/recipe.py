@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from numbers import Integral
 from operator import index
 from typing import Any
@@ -108,6 +109,11 @@ class Recipe:
                 f"at most {_MOST} forwards"
             )
         places = self._places(devices)
+        if len(places) * microbatches > _MOST:
+            raise InputError(
+                f"the placement of schedule {self.name!r} gives {len(places)} stages or more, and "
+                f"microbatches is {microbatches}; a schedule is made for at most {_MOST} forwards"
+            )
         counts = devices, microbatches
         each = "one, such as 1, a tuple with one for each stage"
         delay = self._given("delay", counts, _delay, "whole number", each)
@@ -170,7 +176,7 @@ class Recipe:
         try:
             return [
                 (index(at[0]), *map(index, at[1:])) if isinstance(at, tuple) else (index(at),)
-                for at in self.placement(devices)
+                for at in islice(self.placement(devices), _MOST + 1)
             ]
         except Exception as error:
             raise InputError(

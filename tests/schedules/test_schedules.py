@@ -141,6 +141,12 @@ def test_counts_may_be_numbers_of_numpy() -> None:
     assert gpipe(two, two) == gpipe(2, 2)
 
 
+@pytest.mark.parametrize("placement", [lambda p: count(), lambda p: (0,) * 2_000_000])
+def test_a_placement_of_more_stages_than_there_can_be_is_refused(placement: Any) -> None:
+    with pytest.raises(InputError, match=r"gives \d+ stages or more, and microbatches is 8"):
+        gpipe.placed(placement)(2, 8)
+
+
 def test_a_generator_gets_the_stages_and_the_placement_that_it_asks_for() -> None:
     told: dict[int, tuple[object, ...]] = {}
 
