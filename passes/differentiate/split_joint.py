@@ -60,8 +60,7 @@ def split_joint(
         trained: the parameters whose gradients are the last results, after those of inputs.
         functional: whether the functional backward is wanted; else the third field is None.
     """
-    _drop_detach(graph)
-    graph.eliminate_dead_code()
+    _drop_idle(graph)
     placeholders = graph.find_nodes(op="placeholder")
     for node, name in zip(placeholders, names, strict=True):
         node.name = name
@@ -92,12 +91,15 @@ def split_joint(
     return forward, module, backward if functional else None
 
 
-def _drop_detach(graph: fx.Graph) -> None:
-    """Replace each ``detach`` by its input: the graph does not run under autograd."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+def _drop_idle(graph: fx.Graph) -> None:
+    """Drop what nothing reads, and replace each ``detach`` by its input: the graph does not run
+    under autograd."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function":
+            if node.target is aten.detach.default:
+                node.replace_all_uses_with(node.args[0])
+            if not node.users:
+                graph.erase_node(node)
 
 
 def _narrow_places(graph: fx.Graph, early: set[fx.Node]) -> list[fx.Node]:

@@ -15,6 +15,7 @@ from torch import fx
 from fxpipe.ir.plan import Plan, Stage, StageCosts, Write
 from fxpipe.ir.traced import Traced, Value
 from fxpipe.ir.value import HOST, Edge, outputs_of
+from fxpipe.passes.graph.copies import node_copied
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import Assignment, compute_nodes, readers
 from fxpipe.torchtools.source import module_paths
@@ -110,12 +111,11 @@ class _Cutter:
             copy.meta.update(by_name[name].meta)
             copies[by_name[name]] = copy
         for node in nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = node_copied(graph, node, copies.__getitem__)
         writes = tuple(write for write in self.traced.writes if self._writer(write) == index)
         returned = [copies[by_name[name]] for name in outputs_of(tuple(away))]
         returned += [copies[by_name[w.value]] for w in writes if w.value in by_name]
         graph.output(tuple(returned))
-        graph.lint()
         return Stage(
             index=index,
             parameters=tuple(parameters),

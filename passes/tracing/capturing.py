@@ -14,6 +14,7 @@ from torch import Tensor, fx, sym_int
 from torch._functorch import config as functorch
 from torch._subclasses import fake_impls
 from torch.distributions import Distribution
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
@@ -39,6 +40,7 @@ def capturing(as_export: bool, symbolic: bool) -> Iterator[None]:
         warnings.catch_warnings(),
         announced(as_export),
         _kept_whole(symbolic),
+        _use_lazy_graph_module(True),  # nobody runs what is captured
         functorch.patch(backward_pass_autocast="off"),
         distributions_unchecked(),
         masks_unread(),
