@@ -25,6 +25,8 @@ from fxpipe.torchtools.functions import checkpoints_opened
 aten = torch.ops.aten
 
 _DATA: Any = torch.Tensor.data
+_GET, _SET = _DATA.__get__, _DATA.__set__
+_WATCHED = frozenset((_GET, _SET, torch.istft, Tensor.istft))
 
 
 @contextmanager
@@ -67,10 +69,13 @@ def announced(as_export: bool) -> Iterator[None]:
 @contextmanager
 def _lines() -> Iterator[None]:
     """Inside, the nodes of captured graphs get the user's line that made them. PyTorch's own way,
-    with all frames, would take as long as all else."""
+    with all frames, would take as long as all else. They get no ``tensor_meta``, which nobody
+    reads."""
+    from torch.fx.experimental import proxy_tensor
     from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
-    create = PythonKeyTracer.create_node
+    proxies: Any = proxy_tensor
+    create, extract = PythonKeyTracer.create_node, proxies._extract_tensor_metadata
 
     def with_line(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node: fx.Node = create(tracer, *args, **kwargs)
@@ -84,10 +89,12 @@ def _lines() -> Iterator[None]:
         return node
 
     setattr(PythonKeyTracer, "create_node", with_line)  # noqa: B010
+    proxies._extract_tensor_metadata = lambda value: None
     try:
         yield
     finally:
         setattr(PythonKeyTracer, "create_node", create)  # noqa: B010
+        proxies._extract_tensor_metadata = extract
 
 
 _APART = (
@@ -178,18 +185,18 @@ class DataDetached(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.istft, Tensor.istft):
+        if func not in _WATCHED:  # PyTorch's own code gets here ten thousands of times
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func not in (_GET, _SET):
             with _nothing_equal():
                 return func(*args, **(kwargs or {}))
-        if func not in (_DATA.__get__, _DATA.__set__):
-            return func(*args, **(kwargs or {}))
         frame = sys._getframe(source.users_level() - 1)
         where = source.of_frame(frame, frame.f_lineno)
-        if func == _DATA.__set__ and where:
+        if func == _SET and where:
             raise _unseen(where)
         if args[0].requires_grad:
             self._read.append((args[0], args[0]._version, where))
-        return args[0].detach() if func == _DATA.__get__ else func(*args)
+        return args[0].detach() if func == _GET else func(*args)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
