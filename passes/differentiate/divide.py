@@ -25,9 +25,10 @@ from fxpipe.ir.plan import Plan, Stage, ValueSpec
 from fxpipe.ir.traced import BYTES, ORIGIN, Traced, WholeBackward
 from fxpipe.ir.value import HOST, Edge, outputs_of
 from fxpipe.kernels.graph import GraphKernel
-from fxpipe.passes.differentiate.extract import ancestors, created, extract, results, with_names
+from fxpipe.passes.differentiate.extract import ancestors, extract, results, with_names
 from fxpipe.passes.differentiate.fitted import FITTED
 from fxpipe.passes.differentiate.split_joint import split_joint
+from fxpipe.passes.graph.copies import node_copied
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.torchtools.pytrees import bytes_of
 
@@ -320,11 +321,9 @@ class _Division:
 
 
 def _copied(node: fx.Node, graph: fx.Graph, copies: Mapping[str, fx.Node]) -> fx.Node:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: copies[n.name])
-    copy = created(graph, node.op, node.target, args, kwargs, node.name)
+    copy = node_copied(graph, node, lambda n: copies[n.name])
     if node.op == "placeholder":
         copy.target = node.name
-    copy.meta.update(node.meta)
     if (origin := node.meta.get(ORIGIN)) is not None:
         copy.meta["custom"] = {**node.meta.get("custom", {}), ORIGIN: origin}
     return copy

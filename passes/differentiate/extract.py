@@ -37,6 +37,7 @@ from torch._ops import OpOverload
 from fxpipe.ir.called import Called
 from fxpipe.kernels.graph import onto
 from fxpipe.passes.graph.aliasing import fits_both_formats, may_alias, same_layout
+from fxpipe.passes.graph.copies import node_copied
 from fxpipe.passes.graph.lazy_module import lazy_module
 from fxpipe.passes.partition.assignment import is_part
 
@@ -89,9 +90,7 @@ def extract(
         copies[node].target = copies[node].name  # which fx has made unique
         copies[node].meta.update(node.meta)
     for node in nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copies[node] = created(graph, node.op, node.target, args, kwargs, node.name)
-        copies[node].meta.update(node.meta)
+        copies[node] = node_copied(graph, node, copies.__getitem__)
     graph.output(tuple(copies[r] if isinstance(r, fx.Node) else r for r in results))
     return graph
 
@@ -102,14 +101,6 @@ def with_names(graph: fx.Graph, inputs: Sequence[fx.Node]) -> fx.Graph:
     for copy, node in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         copy.name = copy.target = node.name
     return graph
-
-
-def created(graph: fx.Graph, op: str, target: Any, args: Any, kwargs: Any, name: str) -> fx.Node:
-    """A new node at the end of a graph. ``create_node`` with operands looks for symbols in all of
-    them, which takes longer than all else that it does."""
-    node = graph.create_node(op, target, name=name)
-    node.args, node.kwargs = args, kwargs
-    return node
 
 
 def runnable(

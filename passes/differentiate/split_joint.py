@@ -60,7 +60,7 @@ def split_joint(
         trained: the parameters whose gradients are the last results, after those of inputs.
         functional: whether the functional backward is wanted; else the third field is None.
     """
-    graph.eliminate_dead_code()
+    _drop_unread(graph)
     placeholders = graph.find_nodes(op="placeholder")
     for node, name in zip(placeholders, names, strict=True):
         node.name = name
@@ -89,6 +89,13 @@ def split_joint(
     runs = deepcopy(backward) if functional else backward
     module = runnable(runs, f"Stage{index}Backward", inputs)
     return forward, module, backward if functional else None
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    """Drop what nothing reads. ``fx`` would ask of each node whether it is pure, and all are."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _narrow_places(graph: fx.Graph, early: set[fx.Node]) -> list[fx.Node]:

@@ -19,6 +19,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph_module import _loader as _sources
 
 from fxpipe.ir.traced import Traced
+from fxpipe.passes.graph.copies import node_copied
 
 _NAME = "<eval_with_key>."
 _owned: set[str] = set()  # the names of sources that are dropped with their modules
@@ -44,8 +45,9 @@ def lazy_module(root: nn.Module, graph: fx.Graph, name: str = "GraphModule") -> 
 
 def copied(traced: Traced) -> Traced:
     """A copy of a graph, for a pass to change: passes do not change what they are given."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(traced.graph, {}))
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in traced.graph.nodes:
+        copies[node] = node_copied(graph, node, copies.__getitem__)
     return replace(traced, module=lazy_module(traced.module, graph))
 
 

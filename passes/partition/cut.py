@@ -105,7 +105,6 @@ class _Cutter:
         nodes = [n for n in compute_nodes(self.traced.graph) if self.stage_of[n.name] == index]
         returned = [*away, *(write.value for write in writes if write.value in by_name)]
         graph = with_names(extract(given, nodes, [by_name[name] for name in returned]), given)
-        graph.lint()
         return Stage(
             index=index,
             parameters=tuple(parameters),

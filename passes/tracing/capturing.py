@@ -15,6 +15,7 @@ from torch import Tensor, fx, sym_int
 from torch._functorch import config as functorch
 from torch._subclasses import fake_impls
 from torch.distributions import Distribution
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules import transformer
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +26,8 @@ from fxpipe.torchtools.functions import checkpoints_opened
 aten = torch.ops.aten
 
 _DATA: Any = torch.Tensor.data
+_GET, _SET = _DATA.__get__, _DATA.__set__
+_WATCHED = frozenset((_GET, _SET, torch.istft, Tensor.istft))
 
 
 @contextmanager
@@ -36,12 +39,16 @@ def capturing(as_export: bool, symbolic: bool) -> Iterator[None]:
             ``torch.compile``.
         symbolic: whether sizes are symbols.
     """
-    from torch.fx.experimental.proxy_tensor import PythonKeyTracer  # slow to import
+    from torch.fx.experimental import proxy_tensor  # slow to import
+    from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
     with (
         warnings.catch_warnings(),
         announced(as_export),
         patch.object(PythonKeyTracer, "create_node", _with_lines(PythonKeyTracer.create_node)),
+        # nobody reads the metadata that PyTorch gives its nodes, nor runs its graph
+        patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None),
+        _use_lazy_graph_module(True),
         _kept_whole(symbolic),
         functorch.patch(backward_pass_autocast="off"),
         # a trace has no values, which distributions would validate, and modules of transformers
@@ -158,18 +165,18 @@ class DataDetached(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (torch.istft, Tensor.istft):
+        if func not in _WATCHED:  # PyTorch's own code gets here ten thousands of times
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func not in (_GET, _SET):
             with patch.dict(fake_impls.op_implementations_dict, _UNEQUAL):
                 return func(*args, **(kwargs or {}))
-        if func not in (_DATA.__get__, _DATA.__set__):
-            return func(*args, **(kwargs or {}))
         frame = sys._getframe(source.users_level() - 1)
         where = source.of_frame(frame, frame.f_lineno)
-        if func == _DATA.__set__ and where:
+        if func == _SET and where:
             raise _unseen(where)
         if args[0].requires_grad:
             self._read.append((args[0], args[0]._version, where))
-        return args[0].detach() if func == _DATA.__get__ else func(*args)
+        return args[0].detach() if func == _GET else func(*args)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
-from fxpipe.passes.differentiate.extract import created
+from fxpipe.passes.graph.copies import node_copied
 from fxpipe.passes.tracing.shapes import Dims
 
 
@@ -120,9 +120,7 @@ class Put:
             if type(node.meta.get("val")) is torch.SymInt:
                 copies[node] = self._size(node.meta["val"])
                 continue
-            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), put)
-            copies[node] = created(made, node.op, node.target, args, kwargs, node.name)
-            copies[node].meta.update(node.meta)
+            copies[node] = node_copied(made, node, put, fx.node.map_aggregate)
             if "val" in node.meta:
                 copies[node].meta["val"] = self(node.meta["val"])
         return made

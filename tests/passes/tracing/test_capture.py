@@ -309,3 +309,19 @@ def test_an_input_that_is_returned_twice_comes_back_as_it_was_given() -> None:
     assert all(torch.equal(each, scale) for each in (output["scale"], output["again"][0]))
     assert all(torch.equal(each, x) for each in output["again"][1:])
     assert torch.equal(*output["rows"])
+
+
+def test_no_code_is_generated_for_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[fx.Graph] = []
+    code = fx.Graph.python_code
+
+    def noted(graph: fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        made.append(graph)
+        return code(graph, *args, **kwargs)
+
+    monkeypatch.setattr(fx.Graph, "python_code", noted)
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3)
+    traced = front_end(model, x)
+    assert not made
+    assert "tanh" in traced.module.code
+    assert made  # it is generated when somebody asks for it
