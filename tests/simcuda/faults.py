@@ -235,7 +235,7 @@ FAULTS = {
         ("computed inputs",),
     ),
     "a device that is new to the pipe does not follow the caller": Fault(
-        LAUNCHING, "devices.union(sources)", "devices", ("inputs elsewhere",)
+        LAUNCHING, "devices | host.sources", "devices", ("inputs elsewhere",)
     ),
     "only the first device follows the caller": Fault(
         LAUNCHING,
