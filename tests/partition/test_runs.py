@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fxpipe.passes.partition.runs import Goal, Runs
 from fxpipe.passes.partition.solve import Partitioner
-from fxpipe.passes.partition.work import StageDevices, Transfer, Work
+from fxpipe.passes.partition.work import StageDevices, Transfer, Work, weigh
 from tests.helpers.works import MANY, chain, machines, works
 from tests.oracles.every_division import fits
 
@@ -129,3 +129,12 @@ def test_a_shared_parameter_weighs_on_the_stage_that_owns_it() -> None:
     for limits, fits_ in (((9.0, 99.0), False), ((10.0, 0.0), True)):
         found = Partitioner().divide(work, StageDevices((1.0, 1.0), limits, (1, 1)))
         assert (found is not None) == fits_
+
+
+def test_a_value_is_sent_once_to_each_stage_that_reads_it() -> None:
+    work = Work((1.0,) * 4, (0,) * 4, (0,) * 4, (Transfer(0, (0, 1, 2, 3), 10, returns=True),))
+    link = tuple(tuple(0.0 if a == b else 0.01 for b in range(3)) for a in range(3))
+    division = weigh(work, StageDevices((1.0,) * 3, per_byte=link), (0, 1, 1, 2))
+    assert division.crossing == 20
+    assert [load.received for load in division.loads] == [0, 10, 10]
+    assert [load.transfer for load in division.loads] == pytest.approx([0.4, 0.2, 0.2])
