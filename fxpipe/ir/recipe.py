@@ -53,7 +53,15 @@ def round_robin(chunks: int) -> Placement:
     if not isinstance(chunks, int) or chunks < 1:
         raise InputError(f"chunks is {chunks!r}; a device holds at least 1 stage")
 
-    return lambda devices: tuple(range(devices)) * chunks
+
+    def placement(devices: int) -> tuple[int, ...]:
+        if devices * chunks > _MOST:
+            raise InputError(
+                f"chunks is {chunks} for {devices} devices; there may be at most {_MOST} stages"
+            )
+        return tuple(range(devices)) * chunks
+
+    return placement
 
 
 def vee(devices: int) -> tuple[int, ...]:
@@ -178,6 +186,8 @@ class Recipe:
                 (index(at[0]), *map(index, at[1:])) if isinstance(at, tuple) else (index(at),)
                 for at in islice(self.placement(devices), _MOST + 1)
             ]
+        except InputError:
+            raise
         except Exception as error:
             raise InputError(
                 f"schedule {self.name!r}: its placement is {self.placement!r}, which gives no "

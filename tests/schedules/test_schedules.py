@@ -171,6 +171,8 @@ def test_a_task_without_its_stage_is_told_in_a_line_however_many_there_are() -> 
 def test_chunks_are_a_whole_number(chunks: Any) -> None:
     with pytest.raises(InputError, match="chunks is "):
         round_robin(chunks)
+    with pytest.raises(InputError, match="chunks is 100000000 for 2 devices"):
+        gpipe.placed(round_robin(10**8))(2, 8)
 
 
 @pytest.mark.parametrize("name", [3, None, gpipe.tasks])
