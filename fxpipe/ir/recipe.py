@@ -53,7 +53,6 @@ def round_robin(chunks: int) -> Placement:
     if not isinstance(chunks, int) or chunks < 1:
         raise InputError(f"chunks is {chunks!r}; a device holds at least 1 stage")
 
-
     def placement(devices: int) -> tuple[int, ...]:
         if devices * chunks > _MOST:
             raise InputError(

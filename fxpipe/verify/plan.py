@@ -168,6 +168,7 @@ class _StageGraph:
         yield from self._functional()
         yield from self._placeholders()
         yield from self._returned()
+        yield from self._crossing()
 
     def _fault(self, what: str, cure: str, node: str = "") -> Fault:
         subject = f"{self.subject}, node {node}" if node else self.subject
@@ -234,6 +235,15 @@ class _StageGraph:
             yield self._fault(
                 f"its graph returns ({found}), but its edges and writes are ({wanted})", cure
             )
+
+    def _crossing(self) -> Iterator[Fault]:
+        """Check that the graph makes each value that leaves the stage."""
+        made = {node.name for node in self.graph.nodes}
+        for name in outputs_of(self.out_of):
+            if name not in made:
+                yield self._fault(
+                    f"an edge takes {name!r}, which no node makes", "name the node that makes it"
+                )
 
 
 def _writes_in_place(node: fx.Node) -> bool:

@@ -113,8 +113,7 @@ MUTANTS = [
     (
         "edge act size 0->1",
         "edge act gone 0->1",
-        "stage 0: its graph returns (p_tied, relu, size, mean), but its edges and writes are "
-        "(p_tied, relu, gone, mean)",
+        "stage 0: an edge takes 'gone', which no node makes",
     ),
     # Parameters and buffers
     (
